@@ -1,0 +1,268 @@
+"""Which matrices are there?  Logical parameters, declared by the modules that own them.
+
+Owns the vocabulary of the whole package: what kind a parameter is (a matrix, a vector, an
+embedding, an output head), which optimizer route it takes and which layer group it belongs to.
+Invariant: a kind is *declared* by a module class or a module instance and is never guessed from a
+name or from a local shape, so the answer is the same at every world size; a trainable matrix or
+tensor without a declaration is an error, never a silent AdamW. Tested by
+``tests/test_matrices.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import nn
+
+
+class Kind(StrEnum):
+    """What a parameter is, independently of how it is trained."""
+
+    MATRIX = "matrix"  # a 2-D linear map: a candidate for a matrix optimizer
+    VECTOR = "vector"  # a bias, a norm gain, or another element-wise parameter
+    QK_NORM = (
+        "qk_norm"  # the gain of a query or key norm: a vector with a weight decay rule of its own
+    )
+    EMBEDDING = "embedding"  # a token or position table
+    HEAD = "head"  # the output projection onto the vocabulary
+
+
+class Route(StrEnum):
+    """Who updates a parameter, and with what."""
+
+    MUON = "muon"  # the matrix optimizer, on its owner
+    ADAMW_OWNER = (
+        "adamw_owner"  # AdamW on its owner (biases and norm gains; matrices under --optimizer adam)
+    )
+    ADAMW_SHARDED = "adamw_sharded"  # AdamW on even slices of dim 0 (embedding and output head)
+    FROZEN = "frozen"  # gathered, never updated
+
+
+class Layout(StrEnum):
+    """Where a parameter's elements live (the segment table of the ownership plan)."""
+
+    OWNER = "owner"  # one segment, on its owner
+    EVEN = "even"  # one slice of dim 0 per shard rank
+
+
+class RoutingError(ValueError):
+    """A parameter has no declared kind, or a route that its shape does not allow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalParameter:
+    """One whole parameter of the model, whatever the sharding."""
+
+    name: str  # canonical name: the first one under which the module tree reaches it
+    shape: tuple[int, ...]  # logical (whole) shape
+    kind: Kind
+    route: Route
+    layout: Layout
+    reason: str  # one line for the routing report
+    layer: str = ""  # module path of its layer group; "" for what lies outside every layer
+    expert: bool = False  # one matrix of a mixture of experts: never merged into a unit
+    aliases: tuple[str, ...] = ()  # further names of the same storage (tied weights)
+    fusion: str = (
+        ""  # parameters with the same non-empty key lie back to back in the compute buffer
+    )
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it takes part in the backward pass."""
+        return self.route is not Route.FROZEN
+
+
+# What the modules of torch declare.  Our own layers set ``logical_kinds`` on the class or on the
+# instance.
+TORCH_KINDS: dict[type[nn.Module], dict[str, Kind]] = {
+    nn.Linear: {"weight": Kind.MATRIX, "bias": Kind.VECTOR},
+    nn.Embedding: {"weight": Kind.EMBEDDING},
+    nn.LayerNorm: {"weight": Kind.VECTOR, "bias": Kind.VECTOR},
+    nn.RMSNorm: {"weight": Kind.VECTOR},
+    nn.GroupNorm: {"weight": Kind.VECTOR, "bias": Kind.VECTOR},
+}
+
+RouteFunction = Callable[[str, nn.Parameter, nn.Module], "Route | None"]
+
+
+def declared_kind(module: nn.Module, attribute: str, parameter: torch.Tensor) -> Kind | None:
+    """The kind that ``module`` declares for its parameter ``attribute``; None where it declares
+    nothing.
+
+    Looks at ``module.logical_kinds`` first, then at the classes of torch (subclasses included). A
+    1-D or 0-D parameter is a vector by definition and needs no declaration.
+    """
+    kinds = getattr(module, "logical_kinds", None) or {}
+    if attribute in kinds:
+        return Kind(kinds[attribute])
+    for base, table in TORCH_KINDS.items():
+        if isinstance(module, base) and attribute in table:
+            return table[attribute]
+    return Kind.VECTOR if parameter.ndim <= 1 else None
+
+
+_LAYER_KEY = re.compile(r"^(.*?\b(?:layers|blocks)\.\d+)\.")
+
+
+def layer_key(name: str) -> str:
+    """Layer of a parameter *name* of a published inventory: the text up to and including
+    ``layers.N`` or ``blocks.N``, else "". For planning from a table of shapes only; a real model
+    says its layers itself."""
+    found = _LAYER_KEY.match(name)
+    return found.group(1) if found else ""
+
+
+def _walk(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every (parameter name, module, attribute, parameter) in registration order, tied ones
+    repeated.
+    """
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                yield (f"{path}.{attribute}" if path else attribute), module, attribute, parameter
+
+
+def layer_paths(model: nn.Module, layers: Sequence[type[nn.Module]]) -> tuple[str, ...]:
+    """Module paths of the layer groups: the outermost instances of the given classes, in
+    registration order.
+    """
+    classes = tuple(layers)
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        if (
+            classes
+            and isinstance(module, classes)
+            and not any(path.startswith(p + ".") for p in paths)
+        ):
+            paths.append(path)
+    return tuple(paths)
+
+
+def _fusion_keys(model: nn.Module) -> dict[int, str]:
+    """id(parameter) -> fusion key, from the ``fusion_blocks`` that modules declare.
+
+    ``fusion_blocks`` is a tuple of tuples of child names whose weights (and biases) are computed
+    with as one tensor.
+    """
+    keys: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for block in getattr(module, "fusion_blocks", ()):
+            members = [module.get_submodule(child) for child in block]
+            for attribute in ("weight", "bias"):
+                for member in members:
+                    parameter = getattr(member, attribute, None)
+                    if parameter is not None:
+                        keys[id(parameter)] = f"{path}:{'|'.join(block)}.{attribute}"
+    return keys
+
+
+def _routed(kind: Kind, trainable: bool, matrices_to: Route) -> tuple[Route, str]:
+    if not trainable:
+        return Route.FROZEN, "requires_grad is False"
+    if kind is Kind.MATRIX:
+        if matrices_to is Route.MUON:
+            return Route.MUON, "declared as a matrix"
+        return matrices_to, "declared as a matrix; --optimizer asks for AdamW"
+    if kind in (Kind.VECTOR, Kind.QK_NORM):
+        return Route.ADAMW_OWNER, "element-wise parameter, updated on the owner of its unit"
+    name = "token table" if kind is Kind.EMBEDDING else "output head"
+    return Route.ADAMW_SHARDED, f"{name}: even slices over the shard ranks"
+
+
+def collect(
+    model: nn.Module,
+    *,
+    layers: Sequence[type[nn.Module]],
+    route: RouteFunction | None = None,
+    matrices_to: Route = Route.MUON,
+    owner_layout: bool = True,
+) -> tuple[LogicalParameter, ...]:
+    """All logical parameters of ``model`` in registration order, each with its route.
+
+    ``layers``: classes whose outermost instances are layer groups. ``route(name, parameter,
+    module)`` overrides the declared route; it returns None to keep it. ``matrices_to`` is where
+    declared matrices go by default. ``owner_layout=False`` puts every parameter in even slices
+    (``--param-layout even``).
+
+    Raises RoutingError that names all parameters with no declared kind (fail closed), and any Muon
+    route on a parameter that is not 2-D.
+    """
+    paths = layer_paths(model, layers)
+    fusion = _fusion_keys(model)
+    seen: dict[int, int] = {}
+    found: list[dict[str, object]] = []
+    problems: list[str] = []
+    for name, module, attribute, parameter in _walk(model):
+        if id(parameter) in seen:
+            first = found[seen[id(parameter)]]
+            first["aliases"] = (*first["aliases"], name)  # type: ignore[misc]
+            continue
+        kind = declared_kind(module, attribute, parameter)
+        chosen = route(name, parameter, module) if route is not None else None
+        if kind is None and parameter.requires_grad and chosen is None:
+            problems.append(
+                f"{name} {tuple(parameter.shape)} in {type(module).__name__}: no declared kind;"
+                " set logical_kinds on the module or return a Route for it"
+            )
+            continue
+        kind = kind or Kind.VECTOR
+        target, reason = _routed(kind, parameter.requires_grad, matrices_to)
+        if chosen is not None and parameter.requires_grad:
+            target, reason = Route(chosen), "chosen by the route function"
+        if target is Route.MUON and parameter.ndim != 2:
+            problems.append(f"{name} {tuple(parameter.shape)}: a Muon matrix must be 2-D")
+            continue
+        even = target is Route.ADAMW_SHARDED or (
+            target is Route.FROZEN and kind in (Kind.EMBEDDING, Kind.HEAD)
+        )
+        even = (even or not owner_layout) and parameter.ndim > 0
+        seen[id(parameter)] = len(found)
+        found.append(
+            {
+                "name": name,
+                "shape": tuple(parameter.shape),
+                "kind": kind,
+                "route": target,
+                "layout": Layout.EVEN if even else Layout.OWNER,
+                "reason": reason,
+                "layer": next((p for p in paths if name.startswith(p + ".")), ""),
+                "expert": bool(getattr(module, "is_expert", False)),
+                "aliases": (),
+                "fusion": fusion.get(id(parameter), ""),
+            }
+        )
+    if problems:
+        raise RoutingError("parameters without a usable route:\n  " + "\n  ".join(problems))
+    return tuple(LogicalParameter(**entry) for entry in found)  # type: ignore[arg-type]
+
+
+def routing_report(parameters: Sequence[LogicalParameter]) -> str:
+    """The table that a run prints at its start: routes with counts, elements and reasons."""
+    lines = ["routing of parameters:"]
+    for target in Route:
+        chosen = [p for p in parameters if p.route is target]
+        if not chosen:
+            continue
+        total = sum(p.numel for p in chosen)
+        lines.append(f"  {target.value:<14} {len(chosen):>6} parameters {total:>16,} elements")
+        reasons: dict[str, list[LogicalParameter]] = {}
+        for parameter in chosen:
+            reasons.setdefault(parameter.reason, []).append(parameter)
+        for reason, members in reasons.items():
+            sample = members[0]
+            lines.append(
+                f"    {len(members):>6} x {reason} (e.g. {sample.name} {list(sample.shape)})"
+            )
+    return "\n".join(lines)
