@@ -1,0 +1,351 @@
+"""From flags' values to datasets and loaders.
+
+Owns ``DataSpec`` (everything that the data flags say, as plain values), the datasets that it stands
+for and the torch loader over them. Invariants: files are opened and checked on every rank before
+any rank builds or waits, so that bad input is one error everywhere and never a hang; what a rank
+reads depends on the spec and its sampler alone. Tested by ``tests/data_room/test_build.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from megamuon.data.blend import Blend, parse_blend, part_sizes
+from megamuon.data.blended_dataset import BlendedDataset
+from megamuon.data.gpt_dataset import (
+    GPTDataset,
+    Item,
+    ItemOptions,
+    MockSequences,
+    SampleSpec,
+    Sequences,
+)
+from megamuon.data.gpt_indices import Shuffle
+from megamuon.data.index_cache import Barrier, Compare, IndexCache, Ranks
+from megamuon.data.indexed import IndexedDataset
+from megamuon.data.sampler import SamplerSpec, build_sampler
+from megamuon.data.splits import SPLITS, Bounds, normalize, split_bounds
+
+DEFAULT_SPLIT = "969, 30, 1"
+MOCK_SPLIT = "1,1,1"
+AnyDataset = GPTDataset | BlendedDataset
+Three = tuple[AnyDataset | None, AnyDataset | None, AnyDataset | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What the data flags say.
+
+    ``samples`` are train, valid, test; None means one epoch, 0 no dataset. ``eod``, ``vocab_size``
+    and ``pad`` come from the tokenizer (``pad`` through ``tokenizer.pad_id``); ``vocab_size``
+    bounds the token ids.
+    """
+
+    sequence_length: int
+    samples: tuple[int | None, int | None, int | None]
+    seed: int = 1234
+    eod: int
+    vocab_size: int
+    pad: int = -1
+    data_path: Sequence[str] | None = None
+    split: str | None = None
+    train_data_path: Sequence[str] | None = None
+    valid_data_path: Sequence[str] | None = None
+    test_data_path: Sequence[str] | None = None
+    data_args_path: str | None = None
+    per_split_data_args_path: str | None = None
+    mock_data: bool = False
+    data_cache_path: str | None = None
+    cache_timeout: float = 600.0
+    fast_cache_load: bool = False
+    mmap_bin_files: bool = True
+    builder_threads: int = 1
+    mid_level_dataset_surplus: float = 0.005
+    extra_token: bool = True
+    drop_last_partial_validation_sequence: bool = True
+    shuffle: Shuffle = "global"
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    create_attention_mask: bool = False
+    inter_document_masking: bool = False
+
+    def item_options(self) -> ItemOptions:
+        """The part that says what items hold."""
+        return ItemOptions(
+            eod=self.eod,
+            vocab_size=self.vocab_size,
+            pad=self.pad,
+            eod_mask_loss=self.eod_mask_loss,
+            reset_position_ids=self.reset_position_ids,
+            reset_attention_mask=self.reset_attention_mask,
+            create_attention_mask=self.create_attention_mask,
+            inter_document_masking=self.inter_document_masking,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where one split's samples come from: a blend, and which part of each of its files."""
+
+    blend: Blend
+    split: str  # text of --split
+    position: int  # which of its three ranges
+
+
+def split_sources(spec: DataSpec) -> tuple[Source | None, Source | None, Source | None]:
+    """Train, valid and test source of a spec. Raises ValueError for flags that contradict or are
+    missing.
+    """
+    together = {"--data-path": spec.data_path, "--data-args-path": spec.data_args_path}
+    apart = {
+        "--train-data-path": spec.train_data_path,
+        "--valid-data-path": spec.valid_data_path,
+        "--test-data-path": spec.test_data_path,
+    }
+    one_file = {"--per-split-data-args-path": spec.per_split_data_args_path}
+    groups = [
+        [flag for flag, value in group.items() if value] for group in (together, apart, one_file)
+    ]
+    given = [flag for group in groups for flag in group]
+    if not given:
+        raise ValueError(
+            "no data: give --data-path, --train-data-path, a file of them, or --mock-data"
+        )
+    if sum(bool(group) for group in groups) > 1 or len(groups[0]) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} contradict each other: data comes from one of them"
+        )
+    if groups[0]:
+        words = spec.data_path or _words(spec.data_args_path or "", "--data-args-path")
+        if spec.split is None:
+            warnings.warn(f"--split is not given; using {DEFAULT_SPLIT}", stacklevel=2)
+        blend, text = parse_blend(tuple(words), given[0]), spec.split or DEFAULT_SPLIT
+        first, second, third = (Source(blend=blend, split=text, position=i) for i in range(3))
+        return first, second, third
+    if spec.split is not None:
+        raise ValueError(
+            f"--split {spec.split!r} contradicts {' and '.join(given)}: each split has its own data"
+        )
+    lists = _per_split(spec.per_split_data_args_path) if groups[2] else list(apart.values())
+    found = [
+        Source(blend=parse_blend(tuple(words), flag), split="1", position=0) if words else None
+        for words, flag in zip(lists, apart, strict=True)
+    ]
+    return found[0], found[1], found[2]
+
+
+def _words(path: str, flag: str) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from error
+
+
+def _per_split(path: str | None) -> list[Sequence[str] | None]:
+    flag = f"--per-split-data-args-path {path}"
+    try:
+        content = json.loads(Path(path or "").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{flag}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"{flag}: not JSON ({error})") from error
+    if not isinstance(content, dict) or set(content) - set(SPLITS):
+        raise ValueError(f"{flag}: expected an object with the keys train, valid and test")
+    lists: list[Sequence[str] | None] = []
+    for split in SPLITS:
+        value = content.get(split)
+        value = value.split() if isinstance(value, str) else value
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(w, str) for w in value)
+        ):
+            raise ValueError(f"{flag}: {split}: expected a list of words, got {value!r}")
+        lists.append(value)
+    return lists
+
+
+def build_train_valid_test(
+    spec: DataSpec,
+    *,
+    ranks: Ranks | None = None,
+    barrier: Barrier | None = None,
+    compare: Compare | None = None,
+) -> Three:
+    """The three datasets of a spec, None where nothing is asked for or nothing given.
+
+    All ranks must call it alike. ``barrier(label)`` lets rank 0 build the index caches first;
+    without one, other ranks than local rank 0 poll for the files. ``compare(label, digest)`` gets
+    every index hash, in the same order on every rank, and should raise if ranks differ.
+    """
+    cache = IndexCache(
+        ranks=ranks or Ranks(),
+        barrier=barrier,
+        compare=compare,
+        timeout=spec.cache_timeout,
+        trust=spec.fast_cache_load,
+    )
+    if spec.mock_data:
+        made = _mock(spec)
+    else:
+        sources = split_sources(spec)
+        files = _open(spec, sources)
+
+        def work() -> Three:
+            built = [_split(spec, i, sources[i], files, cache) for i in range(len(SPLITS))]
+            return built[0], built[1], built[2]
+
+        made = cache.staged("datasets", work)
+    for dataset in made:
+        for label, digest in _digests(dataset):
+            cache.check(label, digest)
+    return made
+
+
+def _mock(spec: DataSpec) -> Three:
+    if (
+        spec.data_path
+        or spec.train_data_path
+        or spec.data_args_path
+        or spec.per_split_data_args_path
+    ):
+        raise ValueError("--mock-data contradicts the data paths: drop one of them")
+    mock = MockSequences(spec.vocab_size, spec.eod)
+    bounds = split_bounds(MOCK_SPLIT, mock.lengths.size)
+    built = [
+        None
+        if spec.samples[i] == 0
+        else _dataset(spec, i, mock, bounds[i], spec.samples[i], None, None)
+        for i in range(len(SPLITS))
+    ]
+    return built[0], built[1], built[2]
+
+
+def _open(spec: DataSpec, sources: Sequence[Source | None]) -> dict[str, IndexedDataset]:
+    files: dict[str, IndexedDataset] = {}
+    for source, samples in zip(sources, spec.samples, strict=True):
+        for prefix in source.blend.prefixes if source is not None and samples != 0 else ():
+            if prefix not in files:
+                files[prefix] = IndexedDataset(prefix, mmap=spec.mmap_bin_files)
+    return files
+
+
+def _split(
+    spec: DataSpec,
+    index: int,
+    source: Source | None,
+    files: dict[str, IndexedDataset],
+    cache: IndexCache,
+) -> AnyDataset | None:
+    size = spec.samples[index]
+    if source is None or size == 0:
+        return None
+    prefixes = source.blend.prefixes
+    bounds = [split_bounds(source.split, len(files[p]))[source.position] for p in prefixes]
+    if bounds[0] is None:  # the split has no share: the same for every file
+        return None
+    weights = source.blend.weights
+    if weights is None:
+        wanted: list[int | None] = [size if len(prefixes) == 1 else None] * len(prefixes)
+        shares: list[float] = []
+    elif size is None:
+        raise ValueError(
+            f"{SPLITS[index]}: a weighted blend needs a number of samples; one epoch is possible "
+            "only without weights"
+        )
+    else:
+        shares = normalize(weights, "blend")
+        wanted = [*part_sizes(shares, size, spec.mid_level_dataset_surplus)]
+
+    def build(part: int) -> GPTDataset:
+        prefix = prefixes[part]
+        directory = _cache_directory(spec, prefix)
+        return _dataset(spec, index, files[prefix], bounds[part], wanted[part], cache, directory)
+
+    parts = _map(build, len(prefixes), spec.builder_threads)
+    if weights is None and len(parts) == 1:
+        return parts[0]
+    if weights is None:
+        lengths = [len(part) for part in parts]
+        shares = normalize(lengths, "blend")
+        total = None if size is None else min(size, sum(lengths))
+    else:
+        total = sum(part_sizes(shares, size or 0))
+    directory = _cache_directory(spec, prefixes[0])
+    return BlendedDataset(parts, shares, total, cache=cache, directory=directory)
+
+
+def _map(build: Callable[[int], GPTDataset], count: int, threads: int) -> list[GPTDataset]:
+    if threads <= 1 or count == 1:
+        return [build(part) for part in range(count)]
+    with ThreadPoolExecutor(max_workers=threads) as pool:
+        return list(pool.map(build, range(count)))
+
+
+def _cache_directory(spec: DataSpec, prefix: str) -> Path:
+    if spec.data_cache_path is not None:
+        return Path(spec.data_cache_path)
+    return Path(prefix).parent / "cache" / "GPTDataset_indices"
+
+
+def _dataset(
+    spec: DataSpec,
+    index: int,
+    sequences: Sequences,
+    bounds: Bounds | None,
+    samples: int | None,
+    cache: IndexCache | None,
+    directory: Path | None,
+) -> GPTDataset:
+    sample_spec = SampleSpec(
+        sequence_length=spec.sequence_length,
+        samples=samples,
+        seed=spec.seed,
+        split=SPLITS[index],
+        bounds=bounds or (0, 0),
+        extra_token=spec.extra_token,
+        drop_partial=SPLITS[index] != "valid" or spec.drop_last_partial_validation_sequence,
+        shuffle=spec.shuffle,
+    )
+    return GPTDataset(sequences, sample_spec, spec.item_options(), cache=cache, directory=directory)
+
+
+def _digests(dataset: AnyDataset | None) -> list[tuple[str, str]]:
+    if dataset is None:
+        return []
+    if isinstance(dataset, GPTDataset):
+        return [(f"{dataset.spec.split} indices of {dataset.sequences.path}", dataset.digest)]
+    found = [pair for part in dataset.parts for pair in _digests(part)]
+    return [*found, (f"{dataset.split} blend", dataset.digest)]
+
+
+def collate(items: Sequence[Item]) -> Item:
+    """Stack the tensors of items along a new first dim (micro_batch_size)."""
+    return {key: torch.stack([item[key] for item in items]) for key in items[0]}
+
+
+def data_loader(
+    dataset: AnyDataset, sampler: SamplerSpec, *, num_workers: int = 2, pin_memory: bool = False
+) -> DataLoader[Item]:
+    """Micro-batches of this rank: tokens, labels, position_ids (micro_batch, s) int64, loss_mask
+    float32, ….
+
+    The loader has a generator of its own, so that making an iterator does not move torch's global
+    generator.
+    """
+    return DataLoader(
+        dataset,
+        batch_sampler=build_sampler(len(dataset), sampler),
+        num_workers=num_workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        generator=torch.Generator().manual_seed(0),
+    )

@@ -1,0 +1,191 @@
+"""Turn text into an indexed dataset that the trainer (and Megatron-LM) reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus \\
+        --tokenizer-type byte --append-eod --workers 4
+
+Writes ``{prefix}_{key}_document.bin`` and ``.idx``. Owns the command line and the progress display;
+the work is in ``megamuon/data/corpus*.py``. Invariant: on an error nothing is written and the exit
+code is not 0. Tested by ``tests/tools/test_preprocess_data.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout, not installed
+
+from tqdm import tqdm  # noqa: E402
+
+from megamuon.data.corpus import CorpusOptions, find_files  # noqa: E402
+from megamuon.data.corpus_writer import Progress, write_corpus  # noqa: E402
+from megamuon.data.tokenizer import TOKENIZER_TYPES, build_tokenizer  # noqa: E402
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; names follow Megatron-LM's tool."""
+    made = argparse.ArgumentParser(description="Tokenize text into a .bin/.idx dataset.")
+    data = made.add_argument_group("input")
+    data.add_argument(
+        "--input",
+        required=True,
+        nargs="+",
+        help="JSON Lines or text file, directory, or pattern; .gz is read",
+    )
+    data.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="keys to encode, one dataset for each"
+    )
+    data.add_argument(
+        "--suffix",
+        action="append",
+        default=[],
+        help="keep only these files of directories, e.g. .py (repeatable)",
+    )
+    data.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        help="leave out directories of this name, e.g. site-packages (repeatable)",
+    )
+    tokens = made.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
+    tokens.add_argument("--tokenizer-model", help="local file or directory")
+    tokens.add_argument("--vocab-size", type=int, help="for NullTokenizer")
+    tokens.add_argument("--vocab-file", help="vocab.json, for GPT2BPETokenizer")
+    tokens.add_argument("--merge-file", help="merges.txt, for GPT2BPETokenizer")
+    tokens.add_argument(
+        "--eod-token", help="end-of-document token, where the tokenizer's files name none"
+    )
+    tokens.add_argument(
+        "--trust-remote-code", action="store_true", help="run code of the tokenizer's directory"
+    )
+    tokens.add_argument(
+        "--append-eod", action="store_true", help="end every document with the EOD token"
+    )
+    output = made.add_argument_group("output")
+    output.add_argument(
+        "--output-prefix", required=True, help="files are PREFIX_{key}_document.bin and .idx"
+    )
+    output.add_argument("--workers", type=int, default=1, help="processes that encode")
+    output.add_argument(
+        "--partitions", type=int, default=1, help="deal documents to this many parts, then merge"
+    )
+    output.add_argument(
+        "--log-interval", type=int, default=10_000, help="documents between two log lines"
+    )
+    output.add_argument("--json", metavar="FILE", help="write the printed figures to FILE")
+    return made
+
+
+class Display:
+    """A progress bar on a terminal, a log line every so many documents elsewhere; both on standard
+    error.
+    """
+
+    def __init__(self, total_bytes: int | None, log_interval: int) -> None:
+        self._interval = max(1, log_interval)
+        self._start = time.monotonic()
+        self._logged = 0
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total_bytes, unit="B", unit_scale=True, desc="encoding")
+
+    def __call__(self, progress: Progress) -> None:
+        if self._bar is not None:
+            self._bar.update(progress.bytes - self._bar.n)
+            self._bar.set_postfix(documents=progress.documents, tokens=progress.tokens)
+            return
+        if progress.documents // self._interval > self._logged:
+            self._logged = progress.documents // self._interval
+            seconds = max(time.monotonic() - self._start, 1e-9)
+            print(
+                f"Processed {progress.documents} documents ({progress.documents / seconds:.1f} "
+                "docs/s, "
+                f"{progress.bytes / seconds / 1e6:.2f} MB/s)",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        """Leave the terminal clean."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def total_size(inputs: Sequence[str], options: CorpusOptions) -> int | None:
+    """Bytes of the input files, or None where compression hides them."""
+    lines, texts = find_files(inputs, options)
+    files = [*lines, *texts]
+    if any(file.endswith(".gz") for file in files):
+        return None
+    return sum(Path(file).stat().st_size for file in files)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Do the work and return the figures that are printed."""
+    for flag, value in (("--workers", args.workers), ("--partitions", args.partitions)):
+        if value < 1:
+            raise ValueError(f"{flag} {value}: must be at least 1")
+    # Workers are the parallelism; a tokenizer's own threads would fight them.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    make = functools.partial(
+        build_tokenizer,
+        args.tokenizer_type,
+        args.tokenizer_model,
+        args.vocab_size,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        eod_token=args.eod_token,
+        trust_remote_code=args.trust_remote_code,
+    )
+    options = CorpusOptions(
+        json_keys=tuple(dict.fromkeys(args.json_keys)),
+        suffixes=tuple(args.suffix),
+        excluded=tuple(args.exclude),
+        append_eod=args.append_eod,
+        workers=args.workers,
+        partitions=args.partitions,
+    )
+    start = time.monotonic()
+    size = total_size(args.input, options) if sys.stderr.isatty() else None
+    display = Display(size, args.log_interval)
+    try:
+        progress, prefixes = write_corpus(args.input, args.output_prefix, make, options, display)
+    finally:
+        display.close()
+    seconds = time.monotonic() - start
+    return {
+        "documents": progress.documents,
+        "empty_documents": progress.empty_documents,
+        "tokens": progress.tokens,
+        "bytes": progress.bytes,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(progress.tokens / max(seconds, 1e-9), 1),
+        "output_prefixes": prefixes,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 1 with one line that says what is wrong."""
+    args = parser().parse_args(argv)
+    try:
+        figures = run(args)
+        if args.json:
+            Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    except (ValueError, OSError, ImportError) as error:
+        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+        return 1
+    for key, value in figures.items():
+        print(f"{key}: {', '.join(value) if isinstance(value, list) else value}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
