@@ -1,0 +1,50 @@
+"""Who owns which matrix?  Units, cost sources, the planner and the ownership plan.
+
+Owns the decision of where every parameter lives.  Invariant: everything here is pure and
+deterministic, so each rank computes the same plan from the same inputs; comparing digests across
+ranks is the runtime's business. Tested by ``tests/ownership``.
+"""
+
+from megamuon.ownership.cost import (
+    ClosedForm,
+    CostError,
+    CostFunction,
+    CostKey,
+    CostTable,
+    closed_form_cost,
+    file_cost,
+    measured_costs,
+)
+from megamuon.ownership.plan import OwnershipPlan, PlanError, Segment
+from megamuon.ownership.planner import POLICIES, assign, build_plan, muon_shapes, unit_costs
+from megamuon.ownership.report import PlanReport, Rail, summarize
+from megamuon.ownership.settings import POLICY_NAMES, PlannerSettings, Topology
+from megamuon.ownership.units import UNIT_THRESHOLD, Unit, build_units
+
+__all__ = [
+    "POLICIES",
+    "POLICY_NAMES",
+    "UNIT_THRESHOLD",
+    "ClosedForm",
+    "CostError",
+    "CostFunction",
+    "CostKey",
+    "CostTable",
+    "OwnershipPlan",
+    "PlanError",
+    "PlanReport",
+    "PlannerSettings",
+    "Rail",
+    "Segment",
+    "Topology",
+    "Unit",
+    "assign",
+    "build_plan",
+    "build_units",
+    "closed_form_cost",
+    "file_cost",
+    "measured_costs",
+    "muon_shapes",
+    "summarize",
+    "unit_costs",
+]

@@ -1,0 +1,264 @@
+"""Where does every parameter live?  The ownership plan, one frozen value for the whole run.
+
+Owns ``OwnershipPlan``: parameters, units, owners, costs and settings, the segment table derived
+from them, its JSON form and its digest.  Invariant: each parameter in owner layout belongs to
+exactly one unit, each unit to exactly one rank of the grid, and the segments of a parameter tile
+``[0, numel)``; a plan that breaks this cannot be made. Tested by ``tests/ownership/test_plan.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import NamedTuple
+
+from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.ownership.settings import PlannerSettings, Topology
+from megamuon.ownership.units import Unit
+
+__all__ = ["OwnershipPlan", "PlanError", "Segment", "Topology"]
+
+_FORMAT = "megamuon ownership plan"
+_VERSION = 1
+
+
+class PlanError(ValueError):
+    """A plan that contradicts itself, or a question that the plan has no answer to."""
+
+
+class Segment(NamedTuple):
+    """Elements ``[start, stop)`` of a parameter, flattened row-major, and where they live.
+
+    ``rank`` is a global rank for a parameter in owner layout and a column in ``[0, K)`` for one in
+    even layout (every row holds the same slices).
+    """
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnershipPlan:
+    """Who owns what: one value for the runtime, the optimizer, checkpoints and planning tools."""
+
+    topology: Topology
+    parameters: tuple[LogicalParameter, ...]  # registration order
+    units: tuple[Unit, ...]
+    owners: tuple[int, ...]  # global rank of each unit
+    costs: tuple[float, ...]  # milliseconds of Newton-Schulz of each unit
+    settings: PlannerSettings
+
+    def __post_init__(self) -> None:
+        counts = (len(self.units), len(self.owners), len(self.costs))
+        if len(set(counts)) != 1:
+            raise PlanError(
+                f"plan with {counts[0]} units, {counts[1]} owners and {counts[2]} costs"
+            )
+        for unit, owner in zip(self.units, self.owners, strict=True):
+            if not 0 <= owner < self.topology.world:
+                raise PlanError(
+                    f"owner of {unit.name} is rank {owner}, of {self.topology.world} ranks"
+                )
+        unassigned = {p.name for p in self.parameters if p.layout is Layout.OWNER}
+        for unit in self.units:
+            for name in unit.members:
+                if name not in unassigned:
+                    raise PlanError(
+                        f"unit {unit.name} lists {name}: in another unit, in even layout or unknown"
+                    )
+                unassigned.remove(name)
+        if unassigned:
+            raise PlanError(
+                f"{len(unassigned)} parameters in owner layout have no unit, e.g. {min(unassigned)}"
+            )
+
+    @cached_property
+    def _by_name(self) -> dict[str, LogicalParameter]:
+        """Parameters by every name of theirs."""
+        return {name: p for p in self.parameters for name in (p.name, *p.aliases)}
+
+    @cached_property
+    def _owners_by_name(self) -> dict[str, int]:
+        pairs = zip(self.units, self.owners, strict=True)
+        return {name: owner for unit, owner in pairs for name in unit.members}
+
+    def parameter(self, name: str) -> LogicalParameter:
+        """The parameter of this name or alias.  Raises PlanError where there is none."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise PlanError(f"the plan has no parameter named {name}") from None
+
+    def owner_of(self, name: str) -> int:
+        """Global rank that owns the parameter.  Raises PlanError: unknown name, even layout."""
+        parameter = self.parameter(name)
+        if parameter.layout is not Layout.OWNER:
+            raise PlanError(f"{name} is in {parameter.layout.value} layout and has no owner")
+        return self._owners_by_name[parameter.name]
+
+    def segments(self, name: str) -> tuple[Segment, ...]:
+        """Segments of the parameter in order of elements: they tile ``[0, numel)``, none is empty.
+
+        Even layout: slices of dim 0 of ceil(rows / K) rows each, the rule of torch.chunk; columns
+        without rows have no segment.
+        """
+        parameter = self.parameter(name)
+        if parameter.layout is Layout.OWNER:
+            return (Segment(self._owners_by_name[parameter.name], 0, parameter.numel),)
+        rows = parameter.shape[0]
+        if parameter.numel == 0:
+            return ()
+        width = parameter.numel // rows
+        share = -(-rows // self.topology.columns)
+        starts = range(0, rows, share)
+        return tuple(
+            Segment(column, start * width, min(start + share, rows) * width)
+            for column, start in enumerate(starts)
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the JSON form, in hexadecimal: equal exactly when two plans are equal."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, no spaces, floats that read back to the same value."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "topology": asdict(self.topology),
+            "settings": asdict(self.settings),
+            "parameters": [_parameter_to_dict(p) for p in self.parameters],
+            "units": [
+                {
+                    "name": u.name,
+                    "layer": u.layer,
+                    "members": list(u.members),
+                    "owner": owner,
+                    "ms": cost,
+                }
+                for u, owner, cost in zip(self.units, self.owners, self.costs, strict=True)
+            ],
+        }
+        return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> OwnershipPlan:
+        """The plan that ``to_json`` wrote.  Raises PlanError that says what is wrong."""
+        try:
+            content = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"the ownership plan is not valid JSON: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise PlanError(
+                f"this JSON is no ownership plan: it lacks the entry format = {_FORMAT!r}"
+            )
+        if content.get("version") != _VERSION:
+            raise PlanError(
+                f"ownership plan of version {content.get('version')!r}; this code reads {_VERSION}"
+            )
+        try:
+            parameters = tuple(_parameter_from_dict(entry) for entry in content["parameters"])
+            sizes = {p.name: p.numel for p in parameters}
+            return cls(
+                topology=Topology(**content["topology"]),
+                settings=PlannerSettings(**content["settings"]),
+                parameters=parameters,
+                units=tuple(_unit_from_dict(entry, sizes) for entry in content["units"]),
+                owners=tuple(int(entry["owner"]) for entry in content["units"]),
+                costs=tuple(float(entry["ms"]) for entry in content["units"]),
+            )
+        except KeyError as error:
+            raise PlanError(
+                f"the ownership plan lacks the entry or names the unknown parameter {error}"
+            ) from error
+        except PlanError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"the ownership plan has an entry of the wrong form: {error}"
+            ) from error
+
+    def first_difference(self, other: OwnershipPlan) -> str | None:
+        """The first entry in which ``other`` differs, in words; None where the plans are equal.
+
+        "here" is this plan and "there" the other, e.g. "owner of model.norm.weight: 2 here, 5
+        there".
+        """
+        for label in ("topology", "settings"):
+            mine, theirs = asdict(getattr(self, label)), asdict(getattr(other, label))
+            for key, value in mine.items():
+                if value != theirs[key]:
+                    return _words(f"{label} {key}", value, theirs[key])
+        return (
+            _difference_of_records(
+                "parameter", self.parameters, other.parameters, _parameter_to_dict
+            )
+            or _difference_of_records("unit", self.units, other.units, asdict)
+            or _difference_of_values("owner of", self.units, self.owners, other.owners)
+            or _difference_of_values("Newton-Schulz ms of", self.units, self.costs, other.costs)
+        )
+
+
+def _words(entry: str, mine: object, theirs: object) -> str:
+    return f"{entry}: {mine} here, {theirs} there"
+
+
+def _difference_of_records(
+    label: str,
+    mine: Sequence[object],
+    theirs: Sequence[object],
+    as_dict: Callable[[object], dict[str, object]],
+) -> str | None:
+    for index, (one, two) in enumerate(zip(mine, theirs, strict=False)):
+        if one == two:
+            continue
+        first, second = as_dict(one), as_dict(two)
+        if first["name"] != second["name"]:
+            return _words(f"name of {label} {index}", first["name"], second["name"])
+        key = next(key for key in first if first[key] != second[key])
+        return _words(f"{key} of {label} {first['name']}", first[key], second[key])
+    return (
+        _words(f"number of {label}s", len(mine), len(theirs)) if len(mine) != len(theirs) else None
+    )
+
+
+def _difference_of_values(
+    label: str, units: Sequence[Unit], mine: Sequence[object], theirs: Sequence[object]
+) -> str | None:
+    for unit, one, two in zip(units, mine, theirs, strict=True):
+        if one != two:
+            return _words(f"{label} {unit.name}", one, two)
+    return None
+
+
+_ENUMS = {"kind": Kind, "route": Route, "layout": Layout}
+
+
+def _parameter_to_dict(parameter: LogicalParameter) -> dict[str, object]:
+    values = {field.name: getattr(parameter, field.name) for field in fields(parameter)}
+    for key in _ENUMS:
+        values[key] = values[key].value
+    return {**values, "shape": list(parameter.shape), "aliases": list(parameter.aliases)}
+
+
+def _parameter_from_dict(entry: Mapping[str, object]) -> LogicalParameter:
+    values = dict(entry)
+    for key, enum in _ENUMS.items():
+        values[key] = enum(values[key])
+    values["shape"], values["aliases"] = tuple(values["shape"]), tuple(values["aliases"])
+    return LogicalParameter(**values)
+
+
+def _unit_from_dict(entry: Mapping[str, object], sizes: Mapping[str, int]) -> Unit:
+    members = tuple(entry["members"])
+    return Unit(
+        name=entry["name"],
+        layer=entry["layer"],
+        members=members,
+        numel=sum(sizes[name] for name in members),
+    )

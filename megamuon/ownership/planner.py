@@ -1,0 +1,217 @@
+"""Who owns which unit?  The assignment policies.
+
+Owns the greedy rule of DMuon-2 (section 4.3 and appendix B) and its ablations, behind one
+signature ``policy(units, costs, topology, settings) -> owners``.  Invariant: pure and
+deterministic; every rank computes the same owners from the same inputs, and ties are broken by
+number of elements, unit name and rank index, never by the order of a dictionary.  Tested by
+``tests/ownership/test_planner.py`` and, against published figures, by
+``tests/ownership/test_goldens.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.ownership.cost import CostError, CostFunction
+from megamuon.ownership.plan import OwnershipPlan
+from megamuon.ownership.settings import PlannerSettings, Topology
+from megamuon.ownership.units import UNIT_THRESHOLD, Unit, build_units
+
+Policy = Callable[[Sequence[Unit], Sequence[float], Topology, PlannerSettings], tuple[int, ...]]
+
+__all__ = [
+    "POLICIES",
+    "PlannerSettings",
+    "Policy",
+    "assign",
+    "build_plan",
+    "muon_shapes",
+    "unit_costs",
+]
+
+
+class _Grid:
+    """Running totals of a greedy assignment, as columns of ranks.
+
+    One row, or column balance turned off, is one flat column of all ranks.  It counts column by
+    column, so that ties go to the lower column; this is the order that gives appendix B's figures
+    without column balance.
+    """
+
+    def __init__(self, total_bytes: int, topology: Topology, settings: PlannerSettings) -> None:
+        flat = topology.rows == 1 or not settings.balance_columns
+        self.topology = topology
+        self.columns = 1 if flat else topology.columns
+        self.depth = topology.world // self.columns  # ranks in a column
+        self.times = np.zeros((self.columns, self.depth))
+        self.bytes = np.zeros((self.columns, self.depth), dtype=np.int64)
+        self.column_times = np.zeros(self.columns)
+        self.free: dict[
+            str, np.ndarray
+        ] = {}  # layer -> [columns, depth]: rank not used by the layer yet
+        self.free_counts: dict[str, np.ndarray] = {}  # layer -> [columns]
+        self.spread = settings.spread_layers
+        cap = settings.byte_cap
+        mean = total_bytes / topology.world
+        self.limit = None if cap is None else math.floor((1 + cap) * mean)
+
+    def place(self, layer: str, weight: float, size: int) -> int:
+        """Give a unit to a rank and return that global rank."""
+        column, free = self._column(layer)
+        rank = self._rank(column, free, size)
+        self.times[column, rank] += weight
+        self.bytes[column, rank] += size
+        self.column_times[column] += weight
+        if free is not None:
+            free[rank] = False
+            self.free_counts[layer][column] -= 1
+        real_column, row = divmod(column * self.depth + rank, self.topology.rows)
+        return row * self.topology.columns + real_column
+
+    def _column(self, layer: str) -> tuple[int, np.ndarray | None]:
+        """The column to use, and which of its ranks the layer may take (None: all of them)."""
+        if not self.spread:
+            return int(self.column_times.argmin()), None
+        if layer not in self.free:
+            self.free[layer] = np.ones((self.columns, self.depth), dtype=bool)
+            self.free_counts[layer] = np.full(self.columns, self.depth)
+        has_free = self.free_counts[layer] > 0
+        if not has_free.any():  # the layer has more units than there are ranks
+            return int(self.column_times.argmin()), None
+        column = int(np.where(has_free, self.column_times, np.inf).argmin())
+        return column, self.free[layer][column]
+
+    def _rank(self, column: int, free: np.ndarray | None, size: int) -> int:
+        times, held = self.times[column], self.bytes[column]
+        if self.limit is None:
+            return int(times.argmin() if free is None else np.where(free, times, np.inf).argmin())
+        allowed = held <= self.limit - size
+        if free is not None:
+            allowed &= free
+        best = int(np.where(allowed, times, np.inf).argmin())
+        if allowed[best]:
+            return best
+        # No rank keeps the cap (a unit may exceed it alone): spreading first, then fewest bytes.
+        most = np.iinfo(np.int64).max
+        return int(held.argmin() if free is None else np.where(free, held, most).argmin())
+
+
+def _greedy(
+    units: Sequence[Unit], weights: Sequence[float], topology: Topology, settings: PlannerSettings
+) -> tuple[int, ...]:
+    """Longest unit first (ties: more elements, then the name) onto the least loaded rank."""
+    sizes = [unit.numel * settings.bytes_per_element for unit in units]
+    grid = _Grid(sum(sizes), topology, settings)
+    order = sorted(range(len(units)), key=lambda i: (-weights[i], -units[i].numel, units[i].name))
+    owners = [0] * len(units)
+    for i in order:
+        owners[i] = grid.place(units[i].layer, weights[i], sizes[i])
+    return tuple(owners)
+
+
+def lpt(
+    units: Sequence[Unit], costs: Sequence[float], topology: Topology, settings: PlannerSettings
+) -> tuple[int, ...]:
+    """Longest processing time first, by Newton-Schulz time (DMuon-2, appendix B; Graham 1969)."""
+    return _greedy(units, costs, topology, settings)
+
+
+def numel(
+    units: Sequence[Unit], costs: Sequence[float], topology: Topology, settings: PlannerSettings
+) -> tuple[int, ...]:
+    """The same greedy rule over element counts in the place of times (ablation, appendix B)."""
+    return _greedy(units, [float(unit.numel) for unit in units], topology, settings)
+
+
+def round_robin(
+    units: Sequence[Unit], costs: Sequence[float], topology: Topology, settings: PlannerSettings
+) -> tuple[int, ...]:
+    """Units in registration order over the global ranks in turn: no balancing (appendix B)."""
+    return tuple(i % topology.world for i in range(len(units)))
+
+
+POLICIES: dict[str, Policy] = {"lpt": lpt, "numel": numel, "round_robin": round_robin}
+
+
+def assign(
+    units: Sequence[Unit], costs: Sequence[float], topology: Topology, settings: PlannerSettings
+) -> tuple[int, ...]:
+    """Global rank of the owner of each unit, in the order of ``units``; ``costs`` in milliseconds.
+
+    Raises ValueError where the lengths differ or a cost is negative or not finite (naming the
+    unit).
+    """
+    if len(units) != len(costs):
+        raise ValueError(f"assign: {len(units)} units but {len(costs)} costs")
+    for unit, cost in zip(units, costs, strict=True):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(
+                f"assign: cost of unit {unit.name} is {cost}; it must be finite and not negative"
+            )
+    return POLICIES[settings.policy](units, costs, topology, settings)
+
+
+def muon_shapes(parameters: Sequence[LogicalParameter]) -> tuple[tuple[int, int], ...]:
+    """Distinct shapes of the Muon matrices in owner layout, sorted: what costs are needed for."""
+    shapes = {
+        (p.shape[0], p.shape[1])
+        for p in parameters
+        if p.route is Route.MUON and p.layout is Layout.OWNER
+    }
+    return tuple(sorted(shapes))
+
+
+def unit_costs(
+    units: Sequence[Unit], parameters: Sequence[LogicalParameter], cost_of: CostFunction
+) -> tuple[float, ...]:
+    """Milliseconds of each unit: the sum over its Muon matrices; everything else costs nothing.
+
+    Raises CostError that lists every shape for which ``cost_of`` has no time.
+    """
+    times: dict[tuple[int, int], float] = {}
+    missing: list[str] = []
+    for shape in muon_shapes(parameters):
+        try:
+            times[shape] = float(cost_of(*shape))
+        except CostError as error:
+            missing.append(str(error))
+    if missing:
+        raise CostError("\n".join(missing))
+    by_name = {
+        p.name: times[p.shape[0], p.shape[1]] if p.route is Route.MUON else 0.0
+        for p in parameters
+        if p.layout is Layout.OWNER
+    }
+    # fsum rounds once, so the sum does not depend on the order of the members.
+    return tuple(math.fsum(by_name[name] for name in unit.members) for unit in units)
+
+
+def build_plan(
+    parameters: Sequence[LogicalParameter],
+    topology: Topology,
+    cost_of: CostFunction,
+    settings: PlannerSettings | None = None,
+    threshold: int = UNIT_THRESHOLD,
+    merge_experts: bool = False,
+) -> OwnershipPlan:
+    """The plan for ``parameters`` (in registration order) on ``topology``.
+
+    ``cost_of(rows, cols)`` gives the milliseconds of one Newton-Schulz run; see
+    ``megamuon.ownership.cost``. Raises what ``build_units``, ``unit_costs`` and ``OwnershipPlan``
+    raise.
+    """
+    settings = settings or PlannerSettings()
+    units = build_units(parameters, threshold=threshold, merge_experts=merge_experts)
+    costs = unit_costs(units, parameters, cost_of)
+    return OwnershipPlan(
+        topology=topology,
+        parameters=tuple(parameters),
+        units=units,
+        owners=assign(units, costs, topology, settings),
+        costs=costs,
+        settings=settings,
+    )

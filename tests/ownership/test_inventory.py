@@ -1,0 +1,98 @@
+"""Shape tables: agreement with the published inventories, and a user's own table."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megamuon.matrices import Kind, Layout, Route
+from megamuon.ownership.inventory import (
+    ShapeTableError,
+    UnknownModelError,
+    inventory,
+    inventory_names,
+    parameters_from_table,
+)
+from tests.support.ownership import DATA
+
+SHAPES = json.loads((DATA / "model_shapes.json").read_text(encoding="utf-8"))["models"]
+
+
+@pytest.mark.parametrize(("name", "title"), list(zip(inventory_names(), SHAPES, strict=True)))
+def test_totals_agree_with_the_published_tables(name: str, title: str) -> None:
+    totals, parameters = SHAPES[title]["totals"], inventory(name)
+    muon = [p for p in parameters if p.route is Route.MUON]
+    assert len(parameters) == totals["tensors"]
+    assert len({p.name for p in parameters}) == totals["tensors"]
+    assert sum(p.numel for p in parameters) == totals["numel"]
+    assert len(muon) == totals["muon_matrices"]
+    assert sum(p.numel for p in muon) == totals["muon_numel"]
+
+
+def test_embedding_and_head_are_even_and_the_rest_is_owned() -> None:
+    even = [p for p in inventory("qwen2.5-7b") if p.layout is Layout.EVEN]
+    assert [(p.name, p.kind) for p in even] == [
+        ("model.embed_tokens.weight", Kind.EMBEDDING),
+        ("lm_head.weight", Kind.HEAD),
+    ]
+
+
+def test_parameters_come_layer_by_layer() -> None:
+    layers = [p.layer for p in inventory("qwen2.5-1.5b") if p.layer]
+    assert layers == sorted(layers, key=lambda layer: int(layer.rpartition(".")[2]))
+    assert len(set(layers)) == 28
+
+
+def test_expert_flags() -> None:
+    experts = [p for p in inventory("qwen1.5-moe-a2.7b") if p.expert]
+    assert len(experts) == 4320
+    assert not any(p.expert for p in inventory("wall-oss-0.5"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("qwen2.5-1b", "qwen2.5-1.5b"), ("Qwen3-0.6B", "qwen3-0.6b"), ("pi", "pi0.5")],
+)
+def test_an_unknown_model_names_the_nearest(wrong: str, near: str) -> None:
+    with pytest.raises(UnknownModelError, match=f"did you mean {near}\\?") as error:
+        inventory(wrong)
+    assert all(name in str(error.value) for name in inventory_names())
+
+
+def test_a_user_table() -> None:
+    found = parameters_from_table(
+        [
+            {"name": "embed", "shape": [10, 4], "kind": "embedding"},
+            {"name": "m.layers.2.w", "shape": [4, 4], "kind": "matrix", "expert": True},
+            {"name": "m.layers.2.b", "shape": [4]},
+            {"name": "f", "shape": [4, 4], "kind": "matrix", "frozen": True, "layer": "own"},
+        ]
+    )
+    assert [p.route.value for p in found] == ["adamw_sharded", "muon", "adamw_owner", "frozen"]
+    assert [p.layer for p in found] == ["", "m.layers.2", "m.layers.2", "own"]
+    assert [p.expert for p in found] == [False, True, False, False]
+
+
+def test_a_user_table_fails_closed_and_names_every_problem() -> None:
+    entries = [
+        {"name": "no kind", "shape": [4, 4]},
+        {"shape": [4]},
+        {"name": "conv", "shape": [4, 3, 3], "kind": "matrix"},
+        {"name": "typo", "shape": [4], "knd": "vector"},
+        {"name": "zero", "shape": [4, 0], "kind": "matrix"},
+        {"name": "scalar table", "shape": [], "kind": "head"},
+        7,
+    ]
+    with pytest.raises(ShapeTableError) as error:
+        parameters_from_table(entries)
+    text = str(error.value)
+    assert "no kind [4, 4]: kind is None" in text
+    assert "entry 1: key 'name' is missing" in text
+    assert "conv [4, 3, 3]: a Muon matrix must be 2-D" in text
+    assert "typo: unknown keys knd" in text
+    assert "zero: shape must be" in text
+    assert "scalar table" in text
+    assert "entry 6" in text
+    with pytest.raises(ShapeTableError, match="JSON list"):
+        parameters_from_table("text")

@@ -1,0 +1,203 @@
+"""The ownership plan: segments, JSON, digest, differences, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamuon.matrices import LogicalParameter
+from megamuon.ownership import (
+    OwnershipPlan,
+    PlanError,
+    PlannerSettings,
+    Segment,
+    Topology,
+    build_plan,
+)
+from tests.support.ownership import golden_plan, parameter, random_model, table
+
+LAYER = "model.layers.3"
+UP = f"{LAYER}.mlp.up_proj.weight"
+
+
+def parameters() -> list[LogicalParameter]:
+    return [
+        table("model.embed.weight", 10, 4),
+        parameter(UP, 8, 4, layer=LAYER, fusion="gate|up"),
+        parameter(f"{LAYER}.norm.weight", 4, layer=LAYER),
+        parameter("model.head.weight", 4, 4, aliases=("model.other.weight",)),
+    ]
+
+
+def small_plan(**changes: object) -> OwnershipPlan:
+    plan = build_plan(
+        parameters(),
+        Topology(rows=2, columns=4),
+        lambda rows, cols: rows * cols / 3,
+        PlannerSettings(),
+        threshold=20,
+    )
+    return replace(plan, **changes)
+
+
+def test_an_owned_parameter_is_one_segment_on_its_owner() -> None:
+    plan = small_plan()
+    owner = plan.owner_of(UP)
+    assert plan.segments(UP) == (Segment(owner, 0, 32),)
+    assert plan.owners[[u.name for u in plan.units].index(UP)] == owner
+
+
+def test_an_alias_has_the_owner_of_its_parameter() -> None:
+    plan = small_plan()
+    assert plan.owner_of("model.other.weight") == plan.owner_of("model.head.weight")
+    assert plan.segments("model.other.weight") == plan.segments("model.head.weight")
+
+
+def test_even_slices_are_those_of_torch_chunk() -> None:
+    for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 151936):
+        for columns in (1, 2, 3, 4, 8):
+            grid = Topology(rows=2, columns=columns)
+            plan = build_plan([table("t", rows, 3)], grid, lambda *shape: 1.0)
+            chunks = [len(c) * 3 for c in torch.arange(rows).chunk(columns)]
+            segments = plan.segments("t")
+            assert [stop - start for _, start, stop in segments] == chunks
+            assert [s.rank for s in segments] == list(range(len(chunks)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_segments_tile_every_parameter(seed: int) -> None:
+    generator = random.Random(seed)
+    grid = Topology(rows=generator.randint(1, 3), columns=generator.randint(1, 5))
+    plan = build_plan(random_model(generator), grid, lambda *shape: 1.0, threshold=8)
+    for p in plan.parameters:
+        end = 0
+        for _, start, stop in plan.segments(p.name):
+            assert start == end
+            assert stop > start
+            end = stop
+        assert end == p.numel
+
+
+def test_a_plan_survives_json() -> None:
+    for plan in (small_plan(), golden_plan("table7a")):
+        again = OwnershipPlan.from_json(plan.to_json())
+        assert again == plan
+        assert again.digest == plan.digest
+        assert again.to_json() == plan.to_json()
+        assert plan.first_difference(again) is None
+
+
+def test_the_digest_does_not_depend_on_how_the_plan_was_made() -> None:
+    assert small_plan().digest == small_plan().digest
+    assert len(small_plan().digest) == 64
+
+
+def changed(index: int, **changes: object) -> tuple[LogicalParameter, ...]:
+    entries = parameters()
+    entries[index] = replace(entries[index], **changes)
+    return tuple(entries)
+
+
+DIFFERENCES: list[tuple[Callable[[OwnershipPlan], OwnershipPlan], str]] = [
+    (lambda p: replace(p, owners=(5, *p.owners[1:])), f"owner of {UP}: 0 here, 5 there"),
+    (
+        lambda p: replace(p, costs=(1.5, *p.costs[1:])),
+        f"Newton-Schulz ms of {UP}: {32 / 3} here, 1.5 there",
+    ),
+    (lambda p: replace(p, topology=Topology(rows=4, columns=2)), "topology rows: 2 here, 4 there"),
+    (
+        lambda p: replace(p, settings=PlannerSettings(byte_cap=None)),
+        "settings byte_cap: 0.1 here, None there",
+    ),
+    (
+        lambda p: replace(p, parameters=changed(1, shape=(4, 8))),
+        f"shape of parameter {UP}: [8, 4] here, [4, 8] there",
+    ),
+    (
+        lambda p: replace(p, parameters=changed(0, name="wte")),
+        "name of parameter 0: model.embed.weight here, wte there",
+    ),
+    (
+        lambda p: replace(p, parameters=changed(1, fusion="")),
+        f"fusion of parameter {UP}: gate|up here,  there",
+    ),
+    (
+        lambda p: replace(p, units=(replace(p.units[0], layer="x"), *p.units[1:])),
+        f"layer of unit {UP}: {LAYER} here, x there",
+    ),
+    (
+        lambda p: replace(p, parameters=(*p.parameters, table("more", 2, 2))),
+        "number of parameters: 4 here, 5 there",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), DIFFERENCES, ids=[words for _, words in DIFFERENCES])
+def test_each_difference_changes_the_digest_and_is_named(
+    change: Callable[[OwnershipPlan], OwnershipPlan], words: str
+) -> None:
+    plan = small_plan()
+    other = change(plan)
+    assert other.digest != plan.digest
+    assert plan.first_difference(other) == words
+    assert other.first_difference(plan) is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"owners": (0, 0, 8)}, "is rank 8, of 8 ranks"),
+        ({"owners": (0, 0, -1)}, "is rank -1"),
+        ({"owners": (0, 0)}, "3 units, 2 owners and 3 costs"),
+        ({"units": (), "owners": (), "costs": ()}, "3 parameters in owner layout have no unit"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_cannot_be_made(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        small_plan(**change)
+
+
+def test_a_parameter_in_two_units_is_refused() -> None:
+    plan = small_plan()
+    twice = replace(plan.units[1], members=(*plan.units[1].members, UP))
+    with pytest.raises(PlanError, match=rf"lists {UP}: in another unit"):
+        replace(plan, units=(plan.units[0], twice, plan.units[2]))
+
+
+def test_questions_without_an_answer() -> None:
+    plan = small_plan()
+    with pytest.raises(PlanError, match="no parameter named nothing"):
+        plan.owner_of("nothing")
+    with pytest.raises(PlanError, match=r"embed\.weight is in even layout"):
+        plan.owner_of("model.embed.weight")
+
+
+def edited(**changes: object) -> str:
+    return json.dumps({**json.loads(small_plan().to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "no ownership plan"),
+        (edited(format="else"), "no ownership plan"),
+        (edited(version=2), "version 2; this code reads 1"),
+        (edited(units=[]), "have no unit"),
+        (edited(topology={"rows": 2}), "wrong form"),
+        (edited(topology={"rows": 2, "columns": 0}), "columns must be"),
+        (edited(units=[{"name": "a"}]), "members"),
+        (edited(units=[{"name": "a", "layer": "", "members": ["b"]}]), "'b'"),
+        (edited(parameters=[{"name": "a"}]), "kind"),
+    ],
+)
+def test_damaged_json_is_refused_by_name(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        OwnershipPlan.from_json(text)

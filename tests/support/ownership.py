@@ -1,0 +1,96 @@
+"""Parameters and golden cases for the tests of the ownership room.
+
+Owns the short way to write a logical parameter in a test and the reading of the golden planner
+cases.  Invariant: the cases come from ``tests/data`` alone.  Used by ``tests/ownership`` and
+``tests/tools``.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.ownership import CostTable, OwnershipPlan, PlannerSettings, Topology, build_plan
+from megamuon.ownership.inventory import inventory
+
+DATA = Path(__file__).resolve().parents[1] / "data"
+GOLDENS = json.loads((DATA / "planner_goldens.json").read_text(encoding="utf-8"))
+CASES = {case["name"]: case for case in GOLDENS["cases"]}
+POLICY_OF = {"time": "lpt", "numel": "numel"}
+INVENTORY_OF = {
+    "Qwen2.5-1.5B": "qwen2.5-1.5b",
+    "Qwen2.5-7B": "qwen2.5-7b",
+    "Qwen1.5-MoE-A2.7B": "qwen1.5-moe-a2.7b",
+    "pi0.5 (fused, as in Table 7)": "pi0.5-fused",
+}
+
+
+def parameter(name: str, *shape: int, layer: str = "", **changes: object) -> LogicalParameter:
+    """A Muon matrix in owner layout; AdamW on the owner where it is not 2-D."""
+    matrix = len(shape) == 2
+    values: dict[str, object] = {
+        "name": name,
+        "shape": shape,
+        "kind": Kind.MATRIX if matrix else Kind.VECTOR,
+        "route": Route.MUON if matrix else Route.ADAMW_OWNER,
+        "layout": Layout.OWNER,
+        "reason": "test",
+        "layer": layer,
+    }
+    return LogicalParameter(**{**values, **changes})
+
+
+def table(name: str, *shape: int) -> LogicalParameter:
+    """An embedding: sharded AdamW in even layout."""
+    even = {"kind": Kind.EMBEDDING, "route": Route.ADAMW_SHARDED, "layout": Layout.EVEN}
+    return parameter(name, *shape, **even)
+
+
+def random_model(generator: random.Random) -> list[LogicalParameter]:
+    """A small random model with few distinct sizes, so that ties are common."""
+    sizes = (1, 2, 4, 8)
+    found = []
+    for layer in range(generator.randint(1, 5)):
+        path = f"layers.{layer}"
+        for index in range(generator.randint(1, 6)):
+            shape = (generator.choice(sizes), generator.choice(sizes))
+            expert = generator.random() < 0.2
+            name = f"{path}.matrix{index}"
+            found.append(parameter(name, *shape, layer=path, expert=expert))
+        found.append(parameter(f"{path}.norm", generator.choice(sizes), layer=path))
+    found.append(parameter("norm", 8))
+    found.append(table("embedding", generator.randint(1, 20), 4))
+    return found
+
+
+def golden_costs(case: str) -> CostTable:
+    """The cost table of a golden case."""
+    return CostTable(
+        times={tuple(shape): time for shape, time in CASES[case]["ns_ms"]}, source=case
+    )
+
+
+def golden_topology(case: str) -> Topology:
+    """The grid of a golden case; its one FSDP column is our one row."""
+    columns, depth = CASES[case]["columns"], CASES[case]["ranks_per_column"]
+    if CASES[case]["sharding"] == "fsdp":
+        return Topology(rows=1, columns=columns * depth)
+    return Topology(rows=depth, columns=columns)
+
+
+def golden_plan(case: str, topology: Topology | None = None, **changes: object) -> OwnershipPlan:
+    """The plan of a golden case; ``changes`` override its planner settings."""
+    entry = CASES[case]
+    settings: dict[str, object] = {
+        "policy": POLICY_OF[entry["assign_by"]],
+        "byte_cap": GOLDENS["rule"]["eps"] if entry["byte_cap"] else None,
+    }
+    return build_plan(
+        inventory(INVENTORY_OF[entry["model"]]),
+        topology or golden_topology(case),
+        golden_costs(case),
+        PlannerSettings(**{**settings, **changes}),
+        merge_experts=entry["merge_experts"],
+    )
