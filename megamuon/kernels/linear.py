@@ -1,0 +1,187 @@
+"""Linear layers whose weight gradients are born in their slots.
+
+Owns ``linear``, an autograd function over one or several weights that lie back to back (a *fusion
+block*), and the ``GradientSlot`` that a runtime may hang on a parameter. Invariant: without slots
+it is numerically the plain ``F.linear`` with ordinary gradients; with slots the weight-gradient
+GEMM writes straight into them (the first write of a micro-batch stores, later ones add) and
+autograd receives None, so no gradient is copied. The backward asks the slot's owner for the weights
+itself, so it never reads a released view, whatever the outputs of a module look like. Tested by
+``tests/kernels/test_linear.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+SLOT = "gradient_slot"  # attribute of a parameter that holds its GradientSlot
+
+
+class GradientSlot:
+    """Where one parameter's gradient goes, and how to make its weight readable.
+
+    ``gradient`` has the parameter's shape and is an alias outside autograd. ``written`` says
+    whether this micro-batch has stored a gradient yet. ``ensure_weights`` gathers the parameter's
+    group if it is released.
+    """
+
+    __slots__ = ("ensure_slot", "ensure_weights", "gradient", "written")
+
+    def __init__(
+        self, gradient: Tensor, ensure_weights: Callable[[], None], ensure_slot: Callable[[], None]
+    ) -> None:
+        self.gradient = gradient
+        self.ensure_weights = ensure_weights
+        self.ensure_slot = ensure_slot  # brings the slot's storage to life before the first write
+        self.written = False
+
+    def store(self, value: Tensor) -> None:
+        """Add ``value`` to what this micro-batch has written, or store it if it is the first."""
+        self.ensure_slot()
+        if self.written:
+            self.gradient.add_(value)
+        else:
+            self.gradient.copy_(value)
+            self.written = True
+
+
+def adjacent(tensors: Sequence[Tensor]) -> bool:
+    """Whether contiguous tensors follow one another in one storage without a gap."""
+    first = tensors[0]
+    place = first.storage_offset()
+    for tensor in tensors:
+        if tensor.untyped_storage()._cdata != first.untyped_storage()._cdata:
+            return False
+        if tensor.storage_offset() != place or not tensor.is_contiguous():
+            return False
+        place += tensor.numel()
+    return True
+
+
+def fused(tensors: Sequence[Tensor]) -> Tensor:
+    """The members of a fusion block as one tensor, stacked on dim 0: a view where they are
+    adjacent, else a copy.
+    """
+    if len(tensors) == 1:
+        return tensors[0].detach()
+    if not adjacent(tensors):
+        return torch.cat([tensor.detach() for tensor in tensors])
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    first = tensors[0].detach()
+    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, count: int, *parameters: nn.Parameter | None) -> Tensor:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(inputs)
+        # Weights are kept as parameters, not as saved tensors: their storage may be released and
+        # refilled between forward and backward, and only the slot knows how to bring it back.
+        ctx.weights, ctx.biases = weights, biases
+        bias = fused(biases) if biases and biases[0] is not None else None
+        return torch.nn.functional.linear(inputs, fused(weights), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (inputs,) = ctx.saved_tensors
+        weights: Sequence[nn.Parameter] = ctx.weights
+        for weight in weights:
+            slot = getattr(weight, SLOT, None)
+            if slot is not None:
+                slot.ensure_weights()
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        wanted = ctx.needs_input_grad
+        to_inputs = None
+        if wanted[0]:
+            to_inputs = (flat @ fused(weights)).view(*gradient.shape[:-1], weights[0].shape[1])
+        count = len(weights)
+        to_weights = _weight_gradients(weights, wanted[2 : 2 + count], flat, inputs)
+        to_biases = _bias_gradients(ctx.biases, wanted[2 + count :], flat)
+        return (to_inputs, None, *to_weights, *to_biases)
+
+
+def _weight_gradients(
+    weights: Sequence[nn.Parameter], wanted: Sequence[bool], flat: Tensor, inputs: Tensor
+) -> list[Tensor | None]:
+    """One GEMM into adjacent slots where all members are wanted and in the same state; else one per
+    member.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    slots = [
+        getattr(weight, SLOT, None) if want else None
+        for weight, want in zip(weights, wanted, strict=True)
+    ]
+    ready = [slot for slot in slots if slot is not None]
+    for slot in ready:
+        slot.ensure_slot()
+    if len(ready) == len(weights) > 1 and len({slot.written for slot in ready}) == 1:
+        gradients = [slot.gradient for slot in ready]
+        if adjacent(gradients):
+            _product(fused(gradients), flat, rows, ready[0].written)
+            for slot in ready:
+                slot.written = True
+            return [None] * len(weights)
+    results: list[Tensor | None] = []
+    start = 0
+    for weight, want, slot in zip(weights, wanted, slots, strict=True):
+        part = flat[:, start : start + weight.shape[0]]
+        start += weight.shape[0]
+        if not want:
+            results.append(None)
+        elif slot is None:
+            results.append(part.t() @ rows)
+        else:
+            _product(slot.gradient, part, rows, slot.written)
+            slot.written = True
+            results.append(None)
+    return results
+
+
+def _product(out: Tensor, flat: Tensor, rows: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        out.addmm_(flat.t(), rows)
+    else:
+        torch.mm(flat.t(), rows, out=out)
+
+
+def _bias_gradients(
+    biases: Sequence[nn.Parameter | None], wanted: Sequence[bool], flat: Tensor
+) -> list[Tensor | None]:
+    results: list[Tensor | None] = []
+    total = flat.sum(0) if any(wanted) else None
+    start = 0
+    for bias, want in zip(biases, wanted, strict=True):
+        if bias is None:
+            results.append(None)
+            continue
+        part = total[start : start + bias.shape[0]] if want else None  # type: ignore[index]
+        start += bias.shape[0]
+        slot = getattr(bias, SLOT, None)
+        if part is not None and slot is not None:
+            slot.store(part)
+            part = None
+        results.append(part)
+    return results
+
+
+def linear(
+    inputs: Tensor,
+    weights: Sequence[nn.Parameter],
+    biases: Sequence[nn.Parameter | None] | None = None,
+) -> Tensor:
+    """``inputs (..., in) -> (..., sum of out)`` with the weights ``(out_i, in)`` of a fusion block,
+    in order.
+
+    Matches ``torch.nn.functional.linear`` on the concatenated weight. All biases are given or none.
+    """
+    if biases and any(bias is None for bias in biases) and not all(bias is None for bias in biases):
+        raise ValueError("a fusion block has biases on all of its members or on none")
+    if biases and biases[0] is None:
+        biases = None
+    return _Linear.apply(inputs, len(weights), *weights, *(biases or ()))
