@@ -1,0 +1,243 @@
+"""Checks of owners, recompute, checkpoints, data, tokenizer, logs and profiles.
+
+Invariant: every check is a pure function of the resolved configuration that returns *all* its
+problems, one line each with the flag, its value and what to change; no check raises, prints or
+changes anything. Rules: Megatron's argument validation, with its silent downgrades turned into
+problems. Tested by ``tests/arguments/test_validate.py``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megamuon.arguments.config import Config
+from megamuon.arguments.facts import Facts
+
+
+def check_ownership(config: Config, facts: Facts) -> list[str]:
+    """Layouts that this version can run, and where costs come from."""
+    ownership, problems = config.ownership, []
+    if ownership.param_layout == "even" and config.optimizer.optimizer == "muon":
+        problems.append(
+            "--param-layout even with --optimizer muon: the line that gathers whole matrices for "
+            "the update is not in "
+            "this version; use --param-layout owner, or --optimizer adam or sgd"
+        )
+    if ownership.ns_cost == "file" and ownership.ns_cost_file is None:
+        problems.append("--ns-cost file: needs --ns-cost-file")
+    if ownership.ns_cost != "file" and ownership.ns_cost_file is not None:
+        problems.append(f"--ns-cost-file {ownership.ns_cost_file}: needs --ns-cost file")
+    if ownership.ns_cost_cache is not None and ownership.ns_cost != "measured":
+        problems.append(f"--ns-cost-cache {ownership.ns_cost_cache}: needs --ns-cost measured")
+    return problems
+
+
+def check_recompute(config: Config, facts: Facts) -> list[str]:
+    """Which recompute flags go together."""
+    recompute, problems = config.recompute, []
+    kind, method, layers = (
+        recompute.recompute_granularity,
+        recompute.recompute_method,
+        recompute.recompute_num_layers,
+    )
+    if kind != "full":
+        hint = f"--recompute-granularity is {kind}; use full"
+        if method is not None:
+            problems.append(f"--recompute-method {method}: {hint}")
+        if layers is not None:
+            problems.append(f"--recompute-num-layers {layers}: {hint}")
+    else:
+        if method is None and "recompute_method" not in facts.unusable:
+            problems.append(
+                "--recompute-granularity full: needs --recompute-method uniform or block"
+            )
+        if layers is None and "recompute_num_layers" not in facts.unusable:
+            problems.append("--recompute-granularity full: needs --recompute-num-layers")
+        if layers is not None and config.model.num_layers and layers > config.model.num_layers:
+            problems.append(
+                f"--recompute-num-layers {layers}: above --num-layers {config.model.num_layers}"
+            )
+    if recompute.recompute_modules is not None and kind != "selective":
+        problems.append(
+            f"--recompute-modules {' '.join(recompute.recompute_modules)}: "
+            f"--recompute-granularity is {kind}; "
+            "use selective"
+        )
+    return problems
+
+
+def check_saving(config: Config, facts: Facts) -> list[str]:
+    """Flags that need --save, and the intervals."""
+    checkpoint, problems = config.checkpoint, []
+    interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
+    if checkpoint.save is not None and interval is None and "save_interval" not in facts.unusable:
+        problems.append(f"--save {checkpoint.save}: needs --save-interval")
+    if interval and retain is not None and retain % interval:
+        problems.append(
+            f"--save-retain-interval {retain}: must be a multiple of --save-interval {interval}"
+        )
+    if checkpoint.save is None:
+        needing = {
+            "--save-interval": interval,
+            "--save-retain-interval": retain,
+            "--no-save-optim": checkpoint.no_save_optim,
+            "--no-save-rng": checkpoint.no_save_rng,
+            "--async-save": checkpoint.async_save,
+            "--log-progress": checkpoint.log_progress,
+        }
+        problems += [
+            f"{flag}: has no effect without --save; add it"
+            for flag, value in needing.items()
+            if value
+        ]
+    return problems
+
+
+def check_loading(config: Config, facts: Facts) -> list[str]:
+    """Flags that need --load, and those that contradict each other."""
+    checkpoint, problems = config.checkpoint, []
+    if checkpoint.load is None:
+        needing = {
+            "--ckpt-step": checkpoint.ckpt_step is not None,
+            "--exit-on-missing-checkpoint": checkpoint.exit_on_missing_checkpoint,
+        }
+        problems += [
+            f"{flag}: has no effect without --load; add it"
+            for flag, value in needing.items()
+            if value
+        ]
+        if checkpoint.pretrained_checkpoint is None:
+            needing = {
+                "--no-load-optim": checkpoint.no_load_optim,
+                "--no-load-rng": checkpoint.no_load_rng,
+                "--finetune": checkpoint.finetune,
+            }
+            problems += [
+                f"{flag}: has no effect without --load or --pretrained-checkpoint; add one"
+                for flag, value in needing.items()
+                if value
+            ]
+    if checkpoint.finetune and config.schedule.use_checkpoint_opt_param_scheduler:
+        problems.append(
+            "--use-checkpoint-opt_param-scheduler: --finetune starts a new schedule; drop one of "
+            "the two"
+        )
+    return problems
+
+
+def check_data(config: Config, facts: Facts) -> list[str]:
+    """Exactly one source of samples, and a split that can be read."""
+    data, problems = config.data, []
+    parts = {
+        "--train-data-path": data.train_data_path,
+        "--valid-data-path": data.valid_data_path,
+        "--test-data-path": data.test_data_path,
+    }
+    given_parts = [flag for flag, value in parts.items() if value]
+    sources = [
+        flag
+        for flag, value in (("--data-path", data.data_path), ("--mock-data", data.mock_data))
+        if value
+    ]
+    sources += given_parts[:1]
+    if not sources:
+        problems.append(
+            "--data-path: required and not given (or --train-data-path, or --mock-data)"
+        )
+    if len(sources) > 1:
+        problems.append(f"{' and '.join(sources)}: give one of them")
+    if given_parts and data.split is not None:
+        problems.append(f"--split {data.split}: has no effect on {given_parts[0]}; remove it")
+    if given_parts and not data.train_data_path and not config.training.skip_train:
+        problems.append(f"{given_parts[0]}: needs --train-data-path beside it (or --skip-train)")
+    if data.split is not None:
+        shares = re.split(r"[,/\s]+", data.split.strip())
+        try:
+            numbers = [float(share) for share in shares]
+        except ValueError:
+            numbers = []
+        if not 1 <= len(numbers) <= 3 or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
+            problems.append(f"--split {data.split}: must be one to three shares such as 969,30,1")
+    return problems
+
+
+def check_tokenizer(config: Config, facts: Facts) -> list[str]:
+    """What each tokenizer needs."""
+    tokenizer, problems = config.tokenizer, []
+    kind, model = tokenizer.tokenizer_type, tokenizer.tokenizer_model
+    local = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer")
+    if kind in local and model is None:
+        problems.append(f"--tokenizer-type {kind}: needs --tokenizer-model")
+    if kind is not None and kind not in local and model is not None:
+        problems.append(
+            f"--tokenizer-model {model}: --tokenizer-type {kind} has no model; remove it"
+        )
+    for flag, value in (
+        ("--vocab-file", tokenizer.vocab_file),
+        ("--merge-file", tokenizer.merge_file),
+    ):
+        if kind == "GPT2BPETokenizer" and value is None:
+            problems.append(f"--tokenizer-type {kind}: needs {flag}")
+        if kind not in (None, "GPT2BPETokenizer") and value is not None:
+            problems.append(f"{flag} {value}: --tokenizer-type {kind} has no such file; remove it")
+    if (
+        kind == "NullTokenizer"
+        and tokenizer.vocab_size is None
+        and "vocab_size" not in facts.unusable
+    ):
+        problems.append("--tokenizer-type NullTokenizer: needs --vocab-size")
+    if kind in ("byte", "NullTokenizer") and tokenizer.eod_token is not None:
+        problems.append(
+            f"--eod-token {tokenizer.eod_token}: --tokenizer-type {kind} has its own; remove it"
+        )
+    padded, size = tokenizer.padded_vocab_size, tokenizer.vocab_size
+    if padded is not None and size is not None and padded < size:
+        problems.append(f"--padded-vocab-size {padded}: below --vocab-size {size}")
+    return problems
+
+
+def check_logging(config: Config, facts: Facts) -> list[str]:
+    """Scalars need a writer; intervals must fit."""
+    logging, problems = config.logging, []
+    memory = logging.log_memory_interval
+    if memory is not None and logging.log_interval > 0 and memory % logging.log_interval:
+        problems.append(
+            f"--log-memory-interval {memory}: must be a multiple of --log-interval "
+            f"{logging.log_interval}"
+        )
+    if logging.wandb_project is None:
+        for dest in ("wandb_exp_name", "wandb_entity", "wandb_save_dir"):
+            if getattr(logging, dest) is not None:
+                problems.append(
+                    f"--{dest.replace('_', '-')} {getattr(logging, dest)}: needs --wandb-project"
+                )
+    if logging.tensorboard_dir is None and logging.wandb_project is None:
+        for dest in sorted(facts.explicit):
+            if dest.endswith("_to_tensorboard") and getattr(logging, dest):
+                problems.append(
+                    f"--{dest.replace('_', '-')}: needs --tensorboard-dir or --wandb-project"
+                )
+    return problems
+
+
+def check_profiling(config: Config, facts: Facts) -> list[str]:
+    """The profiled range and ranks must exist."""
+    profiling, problems = config.profiling, []
+    start, end = profiling.profile_step_start, profiling.profile_step_end
+    if start >= end:
+        problems.append(f"--profile-step-start {start}: must be below --profile-step-end {end}")
+    if profiling.use_pytorch_profiler and not profiling.profile:
+        problems.append("--use-pytorch-profiler: has no effect without --profile; add it")
+    problems += [
+        f"--profile-ranks {rank}: there are {facts.world_size} ranks, numbered from 0"
+        for rank in profiling.profile_ranks
+        if rank >= facts.world_size
+    ]
+    if "memory_snapshot_path" in facts.explicit and not profiling.record_memory_history:
+        problems.append(
+            f"--memory-snapshot-path {profiling.memory_snapshot_path}: needs "
+            "--record-memory-history"
+        )
+    if "exit_signal" in facts.explicit and not config.fault.exit_signal_handler:
+        problems.append(f"--exit-signal {config.fault.exit_signal}: needs --exit-signal-handler")
+    return problems

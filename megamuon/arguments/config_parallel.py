@@ -1,0 +1,127 @@
+"""Flags of sharding, owners, recompute and process groups.
+
+Owns ``ParallelFlags``, ``OwnershipFlags``, ``RecomputeFlags``, ``DistributedFlags`` and
+``FaultFlags``. Invariant: as in ``config_model``. Tested by ``tests/arguments/test_validate.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megamuon.arguments.schema import flag
+
+
+def _number_or_none(word: str) -> float | None:
+    return None if word.lower() == "none" else float(word)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelFlags:
+    """How parameters are sharded over the data-parallel ranks."""
+
+    sharding: Literal["fsdp"] = flag("fsdp", "shard over all ranks as one row")
+    zero_stage: Literal[2, 3] = flag(
+        3,
+        "3: parameters are released after the forward and gathered again; 2: kept until the "
+        "backward",
+    )
+    gradient_reduction: Literal["micro-batch", "step"] = flag(
+        "micro-batch", "reduce gradients after every micro-batch, or once per step from FP32 sums"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnershipFlags:
+    """Who owns which matrix, and what that is decided from."""
+
+    line: Literal["C"] = flag(
+        "C",
+        "preset of the next three flags; C = owner layout, grouped collectives, update on the "
+        "owner",
+    )
+    param_layout: Literal["owner", "even"] = flag(
+        "owner",
+        "owner: whole parameters on one rank each; even: equal slices of dim 0 on every rank",
+    )
+    collectives: Literal["grouped", "per_owner"] = flag(
+        "grouped", "one call per layer group, or one call per owner in it"
+    )
+    matrix_update: Literal["owner"] = flag("owner", "where the matrix optimizer runs")
+    owner_planner: Literal["lpt", "numel", "round_robin"] = flag(
+        "lpt", "assign by Newton-Schulz time (longest first), by elements, or in turns"
+    )
+    owner_unit_threshold: int = flag(
+        5_000_000,
+        "parameters of so many elements are units of their own; smaller ones of a layer merge",
+        low=0,
+    )
+    owner_byte_cap: float | None = flag(
+        0.1,
+        "allowed share of bytes above the mean rank; `none` switches the cap off",
+        low=0.0,
+        parse=_number_or_none,
+    )
+    owner_layer_spreading: bool = flag(
+        True, "let the units of a layer share a rank", off_names=("--no-owner-layer-spreading",)
+    )
+    owner_column_balance: bool = flag(
+        True,
+        "choose ranks without balancing columns first",
+        off_names=("--no-owner-column-balance",),
+    )
+    ns_cost: Literal["measured", "file", "closed-form"] = flag(
+        "measured", "where the time of a Newton-Schulz iteration per shape comes from"
+    )
+    ns_cost_file: str | None = flag(None, "cost table for --ns-cost file")
+    ns_cost_cache: str | None = flag(
+        None, "directory of measured costs; the user's cache directory when not given"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeFlags:
+    """What the backward computes again instead of keeping."""
+
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None, "whole layers, or the modules of --recompute-modules"
+    )
+    recompute_method: Literal["uniform", "block"] | None = flag(
+        None, "full only: uniform chunks of layers, or the first layers only"
+    )
+    recompute_num_layers: int | None = flag(
+        None, "layers per chunk (uniform) or number of recomputed layers (block)", low=1
+    )
+    recompute_modules: tuple[Literal["core_attn", "mlp"], ...] | None = flag(
+        None, "modules of --recompute-granularity selective; core_attn when not given"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedFlags:
+    """Process groups."""
+
+    distributed_backend: Literal["nccl", "gloo"] | None = flag(
+        None, "collective backend; nccl where there are GPUs and gloo elsewhere when not given"
+    )
+    distributed_timeout_minutes: int = flag(
+        10, "minutes after which a collective without an answer is an error", low=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultFlags:
+    """Signals, failed saves and known bad steps."""
+
+    exit_signal_handler: bool = flag(
+        False, "on the signal: save and exit at the next step boundary"
+    )
+    exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"] = flag(
+        "SIGTERM", "signal that --exit-signal-handler listens to"
+    )
+    iterations_to_skip: tuple[int, ...] = flag(
+        (), "steps (counted from 1) whose data is consumed without training on it", low=1
+    )
+    save_failure: Literal["fatal", "warn"] = flag(
+        "fatal", "a failed save ends the run, or is reported and the run goes on"
+    )

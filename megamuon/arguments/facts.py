@@ -1,0 +1,20 @@
+"""What a check may know besides the configuration.
+
+Owns ``Facts``. Invariant: plain values, so that checks stay pure functions. Tested by
+``tests/arguments/test_validate.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a check may know besides the configuration."""
+
+    world_size: int  # ranks, all of them data-parallel in this version
+    explicit: frozenset[str] = field(default_factory=frozenset)  # dests that the user gave
+    unusable: frozenset[str] = field(
+        default_factory=frozenset
+    )  # dests whose given value was no value

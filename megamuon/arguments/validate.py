@@ -1,0 +1,60 @@
+"""What makes a configuration wrong.
+
+Owns the list of checks. Invariant: all of them always run, so the user sees every problem at once.
+Tested by ``tests/arguments/test_validate.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megamuon.arguments.checks_run import (
+    check_data,
+    check_loading,
+    check_logging,
+    check_ownership,
+    check_profiling,
+    check_recompute,
+    check_saving,
+    check_tokenizer,
+)
+from megamuon.arguments.checks_training import (
+    check_batches,
+    check_bounds,
+    check_duration,
+    check_optimizer,
+    check_positions,
+    check_precision,
+    check_required,
+    check_schedule,
+    check_shape,
+)
+from megamuon.arguments.config import Config
+from megamuon.arguments.facts import Facts
+
+Check = Callable[[Config, Facts], list[str]]
+
+CHECKS: tuple[Check, ...] = (
+    check_required,
+    check_bounds,
+    check_shape,
+    check_positions,
+    check_batches,
+    check_duration,
+    check_schedule,
+    check_optimizer,
+    check_precision,
+    check_ownership,
+    check_recompute,
+    check_saving,
+    check_loading,
+    check_data,
+    check_tokenizer,
+    check_logging,
+    check_profiling,
+)
+
+
+def problems_of(config: Config, facts: Facts) -> list[str]:
+    """Every problem that any check finds, in the order of the checks."""
+    return [problem for check in CHECKS for problem in check(config, facts)]

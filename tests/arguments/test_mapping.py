@@ -1,0 +1,101 @@
+"""Megatron flags that stand for ours, and the presets of the parser itself."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.command_lines import BASE, parse, problems
+
+
+@pytest.mark.parametrize(
+    ("words", "component", "dest", "value"),
+    [
+        ("--data-parallel-sharding-strategy optim_grads_params", "parallel", "zero_stage", 3),
+        ("--data-parallel-sharding-strategy optim_grads", "parallel", "zero_stage", 2),
+        ("--torch-fsdp2-no-reshard-after-forward", "parallel", "zero_stage", 2),
+        ("--use-torch-fsdp2", "parallel", "sharding", "fsdp"),
+        ("--use-megatron-fsdp", "parallel", "sharding", "fsdp"),
+        ("--use-distributed-optimizer", "parallel", "sharding", "fsdp"),
+        ("--recompute-activations", "recompute", "recompute_granularity", "selective"),
+        ("--accumulate-allreduce-grads-in-fp32", "precision", "grad_reduce_in_bf16", False),
+        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        (
+            "--no-position-embedding --position-embedding-type rope",
+            "model",
+            "position_embedding_type",
+            "rope",
+        ),
+    ],
+)
+def test_a_mapped_flag_sets_its_field_and_says_so(words, component, dest, value):
+    parsed = parse(words)
+    assert getattr(getattr(parsed.config, component), dest) == value
+    assert any(words.split()[0] in note and "mapped" in note for note in parsed.notes)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--data-parallel-sharding-strategy optim_grads --zero-stage 3", "--zero-stage 3"),
+        (
+            "--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16",
+            "--grad-reduce-in-bf16",
+        ),
+        ("--no-position-embedding --position-embedding-type learned_absolute", "learned_absolute"),
+        (
+            "--torch-fsdp2-no-reshard-after-forward --data-parallel-sharding-strategy "
+            "optim_grads_params",
+            "--torch-fsdp2-no-reshard-after-forward",
+        ),
+    ],
+)
+def test_flags_that_mean_different_things_are_a_problem(words, named):
+    found = problems(words)
+    assert len(found) == 1
+    assert named in found[0]
+    assert "drop one of the two" in found[0]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_strategies_that_do_not_exist_here_are_refused(strategy):
+    assert "refused" in problems(f"--data-parallel-sharding-strategy {strategy}")[0]
+
+
+def test_words_from_files(tmp_path):
+    base = BASE.replace("--mock-data", "")
+    words = tmp_path / "words"
+    words.write_text("0.3 a\n0.7 b\n")
+    data = parse(f"--data-args-path {words} --split 9,1,0", base=base).config.data
+    assert data.data_path == ("0.3", "a", "0.7", "b")
+    splits = tmp_path / "splits.json"
+    splits.write_text(json.dumps({"train": "1 a", "valid": ["b"], "test": None}))
+    data = parse(f"--per-split-data-args-path {splits}", base=base).config.data
+    assert (data.train_data_path, data.valid_data_path) == (("1", "a"), ("b",))
+    assert data.test_data_path is None
+
+
+def test_bad_files_of_words_are_problems_that_name_them(tmp_path):
+    bad = tmp_path / "bad.json"
+    bad.write_text("[1]")
+    assert str(bad) in problems(f"--per-split-data-args-path {bad}")[0]
+    assert "missing" in problems(f"--data-args-path {tmp_path / 'missing'}")[0]
+
+
+def test_the_torch_preset():
+    optimizer = parse("--muon-preset torch --muon-scale-mode spectral").config.optimizer
+    assert (optimizer.muon_momentum_form, optimizer.ns_form, optimizer.ns_dtype) == (
+        "ema",
+        "standard",
+        "bf16",
+    )
+    assert optimizer.muon_coefficient_type == "jordan"
+    assert optimizer.muon_scale_mode == "spectral"
+    assert optimizer.muon_extra_scale_factor == 1.0
+
+
+def test_a_line_is_a_preset_of_three_flags():
+    ownership = parse("--line C --collectives per_owner").config.ownership
+    assert (ownership.param_layout, ownership.collectives) == ("owner", "per_owner")
+    assert "must be one of C" in problems("--line D")[0]
