@@ -1,0 +1,183 @@
+"""What a checkpoint says about its tensors: pieces in memory, and the index of the pieces on
+disk.
+
+Owns ``StoredTensor`` (a piece of a whole tensor on this rank) and ``TensorIndex``
+(``tensors.json``: for every tensor its whole shape, dtype and the file, key and place of each
+piece).  Invariant: the index of a complete checkpoint covers every tensor exactly once, and
+nothing in it depends on how the reader is sharded. Tested by
+``tests/checkpoint/test_tensors.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megamuon.checkpoint.boxes import Box, coverage, inside
+from megamuon.checkpoint.ranks import CheckpointError
+
+# Names of the safetensors format for the dtypes that may be stored.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+SHOWN = 5  # names listed in an error before "and n more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A rectangular piece of a whole tensor, held by this rank.
+
+    ``data`` is a plain local tensor (any device, any strides) whose shape is the piece's; saving
+    reads it, loading fills it in place.  A rank may list several pieces of one tensor, empty
+    ones, or none.
+    """
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    offset: tuple[int, ...]  # where the piece starts, same length as shape
+    data: torch.Tensor
+
+    @property
+    def box(self) -> Box:
+        """The piece's place in the whole."""
+        return Box(tuple(self.offset), tuple(self.data.shape))
+
+    def check(self) -> None:
+        """Raise CheckpointError where the piece does not lie inside the whole or has a dtype that
+        is not stored.
+        """
+        if not inside(self.shape, self.box):
+            raise CheckpointError(
+                f"tensor {self.name}: a piece of shape {tuple(self.data.shape)} at offset "
+                f"{tuple(self.offset)} "
+                f"does not lie inside the whole shape {tuple(self.shape)}"
+            )
+        if self.data.dtype not in DTYPE_NAMES:
+            known = ", ".join(str(dtype) for dtype in DTYPE_NAMES)
+            raise CheckpointError(
+                f"tensor {self.name}: dtype {self.data.dtype} cannot be stored; convert it to "
+                f"one of {known}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A piece on disk."""
+
+    box: Box
+    file: str  # name inside the checkpoint's directory
+    key: str  # name inside the safetensors file
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """A whole tensor of a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+
+
+TensorIndex = dict[str, TensorEntry]
+
+
+def index_to_text(index: TensorIndex) -> bytes:
+    """The content of ``tensors.json``: a line per tensor, since indented JSON is ten times
+    slower.
+    """
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(_entry_to_json(entry))}"
+        for name, entry in sorted(index.items())
+    )
+    return f'{{"tensors": {{\n{lines}\n}}}}\n'.encode()
+
+
+def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
+    return {
+        "shape": entry.shape,
+        "dtype": DTYPE_NAMES[entry.dtype],
+        "pieces": [
+            {
+                "offset": piece.box.offset,
+                "shape": piece.box.shape,
+                "file": piece.file,
+                "key": piece.key,
+            }
+            for piece in entry.pieces
+        ],
+    }
+
+
+def index_from_json(value: Any, source: Path, files: Mapping[str, Any]) -> TensorIndex:
+    """Read the index back, check it, and check that it covers every tensor once.
+
+    ``files`` are the names that the manifest lists: a piece elsewhere is refused.  Raises
+    CheckpointError naming ``source`` and the tensor.
+    """
+    index: TensorIndex = {}
+    name = ""
+    try:
+        for name, entry in value["tensors"].items():
+            shape = tuple(int(size) for size in entry["shape"])
+            pieces = tuple(
+                Piece(
+                    box=Box(tuple(map(int, item["offset"])), tuple(map(int, item["shape"]))),
+                    file=str(item["file"]),
+                    key=str(item["key"]),
+                )
+                for item in entry["pieces"]
+            )
+            index[name] = TensorEntry(shape=shape, dtype=DTYPES[entry["dtype"]], pieces=pieces)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        where = f"tensor {name}: " if name else ""
+        raise CheckpointError(f"{source}: {where}malformed entry ({error!r})") from error
+    for name, entry in index.items():
+        for piece in entry.pieces:
+            if piece.file not in files:
+                raise CheckpointError(
+                    f"{source}: tensor {name} lies in {piece.file}, which the manifest does "
+                    "not list"
+                )
+            if not inside(entry.shape, piece.box):
+                raise CheckpointError(
+                    f"{source}: tensor {name}: piece {piece.box} lies outside {entry.shape}"
+                )
+        check_coverage(name, entry.shape, [piece.box for piece in entry.pieces], f"{source}: ")
+    return index
+
+
+def check_coverage(name: str, shape: tuple[int, ...], boxes: list[Box], prefix: str = "") -> None:
+    """Raise CheckpointError unless ``boxes`` cover ``shape`` exactly once."""
+    found = coverage(shape, boxes)
+    if found.overlap is not None:
+        raise CheckpointError(
+            f"{prefix}tensor {name} of shape {shape}: the piece {found.overlap[1]} holds "
+            "elements that another piece "
+            "holds too; each element must be saved by one rank"
+        )
+    if found.missing:
+        raise CheckpointError(
+            f"{prefix}tensor {name} of shape {shape}: no rank saved the elements {found.missing[0]}"
+        )
+
+
+def listed(names: list[str]) -> str:
+    """The first few names, sorted, and how many more there are."""
+    names = sorted(names)
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
