@@ -1,0 +1,206 @@
+"""The interface of a transport: segment tables in, asynchronous work out.
+
+Owns the tables (frozen integers, made from the plan), the ``Work`` handle, the packing of segments
+and the fixed-order sum that every transport without native variable-length reduction shares.
+Invariant: all calls are made in one frozen order on every rank, and a transport never looks at
+anything but the tables, so it cannot take a rank-local decision. Tested by
+``tests/collectives/test_tables.py`` and ``tests/distributed/test_transports.py`` (against sums in
+one process).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSegment:
+    """``numel`` elements at ``offset`` of a group's flat buffer, held by ``rank`` (a rank of the
+    group).
+    """
+
+    rank: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentTable:
+    """Who holds what of one flat buffer; segments in order of rank, then offset, neighbours
+    merged.
+    """
+
+    world: int
+    segments: tuple[TableSegment, ...]
+
+    @staticmethod
+    def build(world: int, segments: Sequence[TableSegment]) -> SegmentTable:
+        """Sort, merge neighbours of one rank and check that no two segments overlap."""
+        merged: list[TableSegment] = []
+        for segment in sorted(segments, key=lambda s: (s.rank, s.offset)):
+            if not 0 <= segment.rank < world:
+                raise ValueError(f"segment {segment} names a rank outside 0..{world - 1}")
+            last = merged[-1] if merged else None
+            if last and last.rank == segment.rank and last.offset + last.numel == segment.offset:
+                merged[-1] = TableSegment(
+                    rank=last.rank, offset=last.offset, numel=last.numel + segment.numel
+                )
+            elif segment.numel:
+                merged.append(segment)
+        end = 0
+        for segment in sorted(merged, key=lambda s: s.offset):
+            if segment.offset < end:
+                raise ValueError(f"segment {segment} overlaps the one that ends at {end}")
+            end = segment.offset + segment.numel
+        return SegmentTable(world=world, segments=tuple(merged))
+
+    def of(self, rank: int) -> tuple[TableSegment, ...]:
+        """The segments that ``rank`` holds."""
+        return tuple(s for s in self.segments if s.rank == rank)
+
+    def numel_of(self, rank: int) -> int:
+        """How many elements ``rank`` holds."""
+        return sum(s.numel for s in self.of(rank))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Elements per rank, in rank order."""
+        return tuple(self.numel_of(rank) for rank in range(self.world))
+
+
+# A gather sends each segment from its rank to everybody; a reduction sums each segment onto its
+# rank.
+GatherTable = SegmentTable
+ReduceTable = SegmentTable
+
+
+@dataclass(kw_only=True)
+class Work:
+    """A collective in flight. ``wait()`` blocks until its result is in place; it may be called
+    again.
+    """
+
+    handles: list[dist.Work] = field(default_factory=list)
+    finish: Callable[[], None] | None = None
+    keep: tuple[Tensor, ...] = ()  # buffers that must outlive the transfer
+    name: str = "collective"
+
+    def wait(self) -> None:
+        """Wait, then unpack or sum. Raises CollectiveError naming the operation where a peer was
+        lost.
+        """
+        try:
+            for handle in self.handles:
+                handle.wait()
+        except RuntimeError as error:
+            raise CollectiveError(f"{self.name} failed: {error}") from error
+        if self.finish is not None:
+            self.finish()
+        self.handles, self.finish, self.keep = [], None, ()
+
+    def done(self) -> bool:
+        """Whether ``wait()`` would return at once, but for unpacking."""
+        return all(handle.is_completed() for handle in self.handles)
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not finish: a peer died, or the ranks disagree."""
+
+
+class Transport(abc.ABC):
+    """AllGatherV and ReduceScatterV over one shard axis.
+
+    ``gather_group`` and ``reduce_group`` are different process groups over the same ranks: gathers
+    and reductions have one frozen order each, but how the two interleave may differ from rank to
+    rank (a rank that skipped a branch reduces late), so they must not share a communicator.
+    ``wire_dtype`` is what a reduction sends; sums are taken in the dtype of the window.
+    """
+
+    name = "transport"
+
+    def __init__(
+        self,
+        *,
+        gather_group: dist.ProcessGroup | None,
+        reduce_group: dist.ProcessGroup | None,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        self.gather_group = gather_group
+        self.reduce_group = reduce_group
+        self.wire_dtype = wire_dtype
+        self.world = dist.get_world_size(gather_group) if gather_group is not None else 1
+        self.rank = dist.get_rank(gather_group) if gather_group is not None else 0
+
+    @abc.abstractmethod
+    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+        """Send each segment of ``buffer (numel,)`` from its rank to the same offset on every rank,
+        in place.
+        """
+
+    @abc.abstractmethod
+    def reduce_scatter_v(
+        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool
+    ) -> Work:
+        """Mean of ``slots (numel,)`` over the ranks, each segment to its rank.
+
+        ``window`` holds this rank's segments one after another in table order; the mean is stored
+        there if ``first``, else added. The slots may be reused after ``wait()``.
+        """
+
+    @staticmethod
+    def native(buffer: Tensor) -> bool:
+        """Whether NCCL moves this buffer (it does on GPUs; Gloo serves CPU ranks)."""
+        return buffer.device.type == "cuda"
+
+    def close(self) -> None:  # noqa: B027  (a transport may have nothing to free)
+        """Free what the transport made itself; the process groups belong to whoever made them."""
+
+    def peer(self, group: dist.ProcessGroup, rank: int) -> int:
+        """The global rank of a rank of ``group``."""
+        return dist.get_global_rank(group, rank)
+
+
+def pack(
+    buffer: Tensor, segments: Sequence[TableSegment], dtype: torch.dtype, *, alias: bool = True
+) -> Tensor:
+    """The segments one after another in ``dtype``; with ``alias`` a view where one segment needs no
+    cast.
+    """
+    if len(segments) == 1 and alias:
+        only = segments[0]
+        return buffer[only.offset : only.offset + only.numel].to(dtype)
+    if not segments:
+        return buffer.new_empty(0, dtype=dtype)
+    return torch.cat([buffer[s.offset : s.offset + s.numel].to(dtype) for s in segments])
+
+
+def unpack(packed: Tensor, buffer: Tensor, segments: Sequence[TableSegment]) -> None:
+    """Write ``packed`` back to the segments' places in ``buffer``."""
+    start = 0
+    for segment in segments:
+        buffer[segment.offset : segment.offset + segment.numel].copy_(
+            packed[start : start + segment.numel]
+        )
+        start += segment.numel
+
+
+def mean_into(parts: Sequence[Tensor], window: Tensor, world: int, *, first: bool) -> None:
+    """``window (+)= mean(parts)``, summed in rank order in the window's dtype.
+
+    The fixed order makes the sum reproducible bit for bit, whatever the transport's own algorithm
+    would do.
+    """
+    total = parts[0].to(window.dtype, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    total.div_(world)
+    if first:
+        window.copy_(total)
+    else:
+        window.add_(total)

@@ -1,0 +1,12 @@
+"""When it all happens: layer groups, hooks, buffers and the step of the owner runtime.
+
+Owns the public names of the room. It is the only room that knows the others. Tested by
+``tests/runtime`` and ``tests/distributed``.
+"""
+
+from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
+from megamuon.runtime.runtime import Runtime
+from megamuon.runtime.shard import shard
+from megamuon.runtime.step import StepResult
+
+__all__ = ["OptimizerSettings", "Runtime", "RuntimeConfig", "StepResult", "shard"]

@@ -1,0 +1,92 @@
+"""Flat buffers whose storage lives for ever and whose memory does not.
+
+Owns the placement of a group's parameters in one flat buffer and the buffer itself. Invariants: a
+fusion block starts on 256 bytes and its members follow one another without a gap, so the fused
+weight is a view; releasing shrinks the storage to zero and reviving refills the *same* storage, so
+views that autograd saved come back to life; every write goes through ``raw``, an alias with a
+version counter of its own, so autograd never sees a saved view as modified. Tested by
+``tests/runtime/test_buffers.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamuon.matrices import LogicalParameter
+
+ALIGNMENT = 256  # bytes; what vectorised kernels and multicast stores of the transports want
+
+
+@dataclass(frozen=True, kw_only=True)
+class BufferLayout:
+    """Where each parameter of a group starts in the flat buffer, in elements."""
+
+    numel: int
+    offsets: dict[str, int]
+
+
+def place(parameters: Sequence[LogicalParameter], itemsize: int) -> BufferLayout:
+    """Put parameters one after another, blocks aligned, members of a fusion block back to back."""
+    blocks: dict[str, list[LogicalParameter]] = {}
+    for parameter in parameters:
+        blocks.setdefault(parameter.fusion or f"alone:{parameter.name}", []).append(parameter)
+    step = max(1, ALIGNMENT // itemsize)
+    end = 0
+    offsets: dict[str, int] = {}
+    for members in blocks.values():
+        end = -(-end // step) * step
+        for member in members:
+            offsets[member.name] = end
+            end += member.numel
+    return BufferLayout(numel=end, offsets=offsets)
+
+
+class FlatBuffer:
+    """One flat tensor ``(numel,)`` with a storage that can be released and revived."""
+
+    def __init__(self, layout: BufferLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self.layout = layout
+        self._tensor = torch.zeros(layout.numel, dtype=dtype, device=device)
+        # `.data` gives an alias with its own version counter: writes through it stay invisible to
+        # autograd, where a copy_ even on detach() would bump the counter that saved views share.
+        self.raw: Tensor = self._tensor.data
+        self._bytes = layout.numel * dtype.itemsize
+        self.alive = True
+
+    def view(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The parameter's view, on the version counter that autograd watches."""
+        return self._view(self._tensor, name, shape)
+
+    def raw_view(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The parameter's view outside autograd."""
+        return self._view(self.raw, name, shape)
+
+    def _view(self, tensor: Tensor, name: str, shape: Sequence[int]) -> Tensor:
+        start = self.layout.offsets[name]
+        numel = 1
+        for size in shape:
+            numel *= size
+        return tensor[start : start + numel].view(tuple(shape))
+
+    def release(self) -> None:
+        """Give the memory back. Views must not be read until ``revive``: that would crash the
+        process.
+        """
+        if self.alive:
+            self._tensor.untyped_storage().resize_(0)
+            self.alive = False
+
+    def revive(self) -> None:
+        """Bring the storage back, with undefined contents."""
+        if not self.alive:
+            self._tensor.untyped_storage().resize_(self._bytes)
+            self.alive = True
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes held right now."""
+        return self._bytes if self.alive else 0

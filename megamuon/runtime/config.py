@@ -1,0 +1,73 @@
+"""Settings of the owner runtime, in its own terms.
+
+Owns ``RuntimeConfig`` and ``OptimizerSettings``: plain values, no flags. Invariant: every rank
+builds an equal configuration; its text takes part in the exchange of the plan's digest. Tested by
+``tests/runtime/test_config.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megamuon.matrices import Kind, LogicalParameter
+from megamuon.optim.adamw import AdamWConfig
+from megamuon.optim.muon import MuonConfig
+from megamuon.ownership.settings import PlannerSettings
+from megamuon.ownership.units import UNIT_THRESHOLD
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """Which optimizer goes where."""
+
+    matrices: str = "muon"  # muon, adam or sgd: what declared matrices are trained with
+    muon: MuonConfig = field(default_factory=MuonConfig)
+    adamw: AdamWConfig = field(default_factory=AdamWConfig)
+    sgd_momentum: float = 0.9
+    clip: float = 1.0  # global gradient norm; 0 switches clipping off
+    decay_qk_norm: bool = False  # weight decay on the gains of query and key norms too
+    count_zeros: bool = False
+
+    def decays(self, parameter: LogicalParameter) -> bool:
+        """Megatron's rule: no decay on biases and on 1-D parameters; query and key norms by
+        flag.
+        """
+        if parameter.kind is Kind.QK_NORM:
+            return self.decay_qk_norm
+        return parameter.kind is not Kind.VECTOR and len(parameter.shape) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How a model is sharded and its bytes move."""
+
+    zero_stage: int = 3  # 2 keeps gathered weights from forward to backward, 3 gathers twice
+    collectives: str = "grouped"
+    compute_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
+    master_dtype: torch.dtype = torch.float32  # float64 in tests
+    owner_layout: bool = True  # False: every parameter in even slices
+    unit_threshold: int = UNIT_THRESHOLD
+    merge_experts: bool = False
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    ns_cost: str = "closed-form"  # measured, file or closed-form
+    ns_cost_file: str | None = None
+    ns_cost_cache: str | None = None
+    seed: int = 1234
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in (2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage}: choose 2 or 3")
+        wide = torch.float64 in (self.compute_dtype, self.master_dtype, self.reduce_dtype)
+        dtypes = {self.compute_dtype, self.master_dtype, self.reduce_dtype}
+        if wide and dtypes != {torch.float64}:
+            raise ValueError(
+                f"float64 replaces every dtype or none, got {sorted(map(str, dtypes))}"
+            )
+        if self.optimizer.matrices == "muon" and not self.owner_layout:
+            raise ValueError(
+                "Muon needs whole matrices: owner_layout=False goes with matrices='adam'"
+            )

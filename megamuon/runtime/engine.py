@@ -1,0 +1,306 @@
+"""When bytes move: gathers, reductions and releases of the layer groups.
+
+Owns the life of every group through a forward and a backward pass. Invariants: gathers and
+reductions each follow one frozen order on all ranks (see [Note: frozen order] in ``order.py``); a
+group that computes is gathered; nothing that autograd may still read is released; a recomputed
+forward neither prefetches, records, nor releases. Tested by
+``tests/distributed/test_runtime_rules.py`` and the equivalence tests.
+
+[Note: what may be released when] ZeRO-3 releases a group after its forward and gathers it again for
+its backward; ZeRO-2 keeps it in between. A group that several modules use (tied weights), and the
+group of loose root parameters, is *kept* from forward to backward at either stage: it is needed at
+both ends of the pass, where a second gather would have to overtake all others. After a forward
+without gradients everything is released at either stage. In the backward pass a group is released
+when its reduction is launched: by then all of its trainable parameters have their gradients, so
+every operation that read them has run. A group with frozen members has no such sign for those, and
+waits for the gradients of its module's inputs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from megamuon.collectives import Transport
+from megamuon.runtime.layer_group import LayerGroup
+from megamuon.runtime.order import Cursor, recorded_order
+
+OUTSTANDING = 2  # reductions in flight; each keeps its slots or its send buffer alive
+
+
+def backward_running() -> bool:
+    """Whether autograd is executing a graph on this thread: a forward in it is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Engine:
+    """Schedules all groups of one model."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        transport: Transport,
+        *,
+        zero_stage: int,
+        kept: set[int],
+        agree: Callable[[tuple[int, ...]], tuple[int, ...]],
+    ) -> None:
+        self.groups = tuple(groups)
+        self.transport = transport
+        self.zero_stage = zero_stage
+        self.kept = set(kept)
+        self.version = 0  # applied updates
+        self.accumulate_only = False  # True: this micro-batch keeps its gradients on the rank
+        self.accumulated = False  # some micro-batch has done so and nothing was reduced since
+        self.copied_bytes = 0  # gradient bytes that had to be copied into their slots
+        self.born_bytes = 0  # gradient bytes that were written there
+        self._agree = agree  # rank 0's integers, on every rank
+        self._used: list[int] | None = []  # order of use, until it is frozen
+        self._freeze(tuple(range(len(self.groups))))
+        self._in_backward = False
+        self._task = -1
+        self._ready: set[int] = set()
+        self._reduced: set[int] = set()
+        self._inputs_done: set[int] = set()
+        self._outstanding: deque[LayerGroup] = deque()
+
+    def _freeze(self, order: tuple[int, ...]) -> None:
+        backward = tuple(reversed(order))
+        self.forward_order = Cursor(order)
+        self.backward_order = Cursor(tuple(g for g in backward if g not in self.kept))
+        self.reduce_order = Cursor(tuple(g for g in backward if self.groups[g].trainable))
+
+    # --- forward ---------------------------------------------------------------------------------
+
+    def root_enter(self) -> None:
+        """The model's forward starts: drop stale weights, start the gather order anew."""
+        if backward_running():
+            return
+        if self._in_backward:  # the last backward pass raised before its end
+            self._forget_backward()
+        self.forward_order.reset()
+        for group in self.groups:
+            if group.version not in (-1, self.version):
+                group.release_weights()
+
+    def need(self, group: LayerGroup) -> None:
+        """A module of ``group`` is about to compute: its weights are in place when this returns."""
+        if backward_running():
+            self.need_backward(group)
+            return
+        self._issue(self.forward_order.through(group.index))
+        if group.version == -1:  # used again after its release
+            self._issue((group.index,))
+        if self._used is not None:
+            self._used.append(group.index)
+        group.wait_gathered()
+        following = self.forward_order.following(group.index)
+        if following is not None:
+            self._issue(self.forward_order.through(following))
+
+    def leave(self, group: LayerGroup) -> None:
+        """A module of ``group`` has computed."""
+        if backward_running() or group.index in self.kept:
+            return
+        if self.zero_stage == 3 or not torch.is_grad_enabled():
+            group.release_weights()
+
+    def root_leave(self) -> None:
+        """The model's forward ends: complete the gather order, release, freeze the order once."""
+        if backward_running():
+            return
+        self._issue(self.forward_order.rest())
+        for group in self.groups:
+            group.wait_gathered()
+            keep = torch.is_grad_enabled() and (self.zero_stage == 2 or group.index in self.kept)
+            if not keep:
+                group.release_weights()
+        if self._used is not None:
+            self._freeze_recorded(self._used)
+            self._used = None
+
+    def _freeze_recorded(self, used: Sequence[int]) -> None:
+        """Take rank 0's order for good; what it used more than once is kept from now on."""
+        count = len(self.groups)
+        reused = tuple(int(used.count(index) > 1) for index in range(count))
+        agreed = self._agree(recorded_order(used, count) + reused)
+        self.kept |= {index for index in range(count) if agreed[count + index]}
+        self._freeze(agreed[:count])
+
+    def _issue(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            group = self.groups[index]
+            if group.version == self.version:
+                continue
+            group.weights.revive()
+            group.write_masters()
+            group.gathering = self.transport.all_gather_v(group.weights.raw, group.gather_table)
+            group.version = self.version
+
+    # --- backward --------------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._in_backward:
+            if task != self._task:
+                raise RuntimeError(
+                    "a backward pass started inside another one (reentrant activation"
+                    " checkpointing): pass use_reentrant=False to torch.utils.checkpoint"
+                )
+            return
+        self._in_backward = True
+        self._task = task
+        self.backward_order.reset()
+        self.reduce_order.reset()
+        self.finish_reductions()
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def need_backward(self, group: LayerGroup) -> None:
+        """The backward of ``group`` is about to read its weights."""
+        self._begin_backward()
+        self._reach(group)
+        if group.version == -1:
+            self._issue((group.index,))
+        group.wait_gathered()
+
+    def _reach(self, group: LayerGroup) -> None:
+        """Move the gather order up to ``group``; a no-op for what is gathered, and for kept
+        groups.
+        """
+        if group.index not in self.kept:
+            self._issue(self.backward_order.through(group.index))
+
+    def enter_backward(self, group: LayerGroup) -> None:
+        """A gradient has reached an output of ``group``'s module: gather, then prefetch the next
+        one.
+        """
+        self.need_backward(group)
+        if group.index in self.kept:
+            return
+        following = self.backward_order.following(group.index)
+        if following is not None:
+            self._issue(self.backward_order.through(following))
+
+    def inputs_done(self, group: LayerGroup) -> None:
+        """The gradients of a module's inputs are complete: its frozen weights are no longer
+        read.
+        """
+        if group.index in self.kept:
+            return
+        self._inputs_done.add(group.index)
+        if group.index in self._reduced or not group.trainable:
+            group.release_weights()
+
+    def gradient(self, group: LayerGroup, name: str, parameter: nn.Parameter) -> None:
+        """``parameter`` has its gradient of this backward pass: in its slot already, or in
+        ``.grad``.
+        """
+        self._begin_backward()
+        # A reduced group is a released one: the gather order must have passed it first, or the
+        # sweep would gather it again on this rank alone.
+        self._reach(group)
+        slot = group.slots[name]
+        born = slot.written
+        if parameter.grad is not None:
+            self.copied_bytes += slot.gradient.numel() * slot.gradient.element_size()
+            slot.store(parameter.grad)
+            parameter.grad = None
+        elif born:
+            self.born_bytes += slot.gradient.numel() * slot.gradient.element_size()
+        group.fired.add(name)
+        if len(group.fired) == len(group.trainable):
+            self._ready.add(group.index)
+            for index in self.reduce_order.ready(self._ready):
+                self._reduce(self.groups[index])
+
+    def _reduce(self, group: LayerGroup) -> None:
+        self._reduced.add(group.index)
+        if not group.has_frozen or group.index in self._inputs_done:
+            group.release_weights()
+        group.touched.update(name for name, slot in group.slots.items() if slot.written)
+        if self.accumulate_only:
+            self._accumulate(group)
+            return
+        source = self._gradients_to_send(group)
+        while len(self._outstanding) >= OUTSTANDING:
+            self._outstanding.popleft().finish_reduction()
+        group.reducing = self.transport.reduce_scatter_v(
+            source, group.reduce_table, group.window, first=group.window_empty
+        )
+        group.clear_slots()
+        self._outstanding.append(group)
+
+    def _accumulate(self, group: LayerGroup) -> None:
+        """Keep this micro-batch's gradients: in the slots if they are wide enough, else in an FP32
+        sum.
+        """
+        if group.gradients.raw.dtype.itemsize >= 4:
+            return  # the slots stay alive and `written`: the next micro-batch adds to them
+        self._fold(group)
+        group.clear_slots()
+        group.gradients.release()
+
+    def _fold(self, group: LayerGroup) -> None:
+        if group.accumulated is None:
+            group.accumulated = torch.zeros_like(group.gradients.raw, dtype=torch.float32)
+        for name, slot in group.slots.items():
+            if slot.written:
+                start = group.gradients.layout.offsets[name]
+                part = group.accumulated[start : start + slot.gradient.numel()]
+                part.view_as(slot.gradient).add_(slot.gradient)
+
+    def _gradients_to_send(self, group: LayerGroup) -> Tensor:
+        if group.accumulated is None:
+            group.zero_unwritten()
+            return group.gradients.raw
+        self._fold(group)
+        group.gradients.release()
+        source, group.accumulated = group.accumulated, None
+        return source
+
+    def _end_backward(self) -> None:
+        """The sweep: complete both orders, so that no rank misses a collective; release what is
+        left.
+        """
+        self._issue(self.backward_order.rest())
+        for index in self.reduce_order.rest():
+            self._reduce(self.groups[index])
+        for group in self.groups:
+            group.release_weights()
+        self.accumulated = self.accumulate_only
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        for group in self.groups:
+            group.fired.clear()
+        self._ready.clear()
+        self._reduced.clear()
+        self._inputs_done.clear()
+        self._in_backward = False
+        self._task = -1
+
+    # --- step ------------------------------------------------------------------------------------
+
+    def finish_reductions(self) -> None:
+        """Wait for every reduction in flight."""
+        while self._outstanding:
+            self._outstanding.popleft().finish_reduction()
+
+    def reduce_accumulated(self) -> None:
+        """Reduce what micro-batches under ``accumulate_only`` have left behind, in the frozen
+        order.
+        """
+        self.accumulate_only = False
+        for index in self.reduce_order.order:
+            self._reduce(self.groups[index])
+        self._reduced.clear()
+        self.accumulated = False
+
+
+ROOT_GROUP = (
+    ""  # name of the group of parameters outside every layer that are no token table or head
+)

@@ -1,0 +1,109 @@
+"""Hooks that tie the engine to a model's modules and parameters.
+
+Owns all forward, backward and gradient hooks. Invariant: hooks carry no state of their own between
+a pre-hook and its post-hook, so a forward that stops early (recomputation, an exception) leaves
+nothing behind. Foreign ``nn.Linear`` modules compute through our slot-writing function, so that
+their gradients need no copy either. Tested by ``tests/distributed/test_runtime_rules.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megamuon.kernels.linear import linear
+from megamuon.runtime.engine import Engine, backward_running
+from megamuon.runtime.layer_group import LayerGroup
+
+
+def _gradient_tensors(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, dicts and registered containers that require a
+    gradient.
+    """
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def attach_root(engine: Engine, model: nn.Module) -> None:
+    """Start and end of a forward pass. Call before ``attach_group``: the root's pre-hook runs
+    first.
+    """
+    model.register_forward_pre_hook(lambda *_: engine.root_enter(), prepend=True)
+
+
+def attach_root_end(engine: Engine, model: nn.Module) -> None:
+    """Call after ``attach_group``: the root's post-hook runs last."""
+    model.register_forward_hook(lambda *_: engine.root_leave())
+
+
+def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]) -> None:
+    """Gather before any of ``modules`` computes, release after it, and again for the backward
+    pass.
+    """
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        engine.need(group)
+        if group.has_frozen and torch.is_grad_enabled() and not backward_running():
+            inputs = _gradient_tensors((args, kwargs))
+            if inputs:
+                torch.autograd.graph.register_multi_grad_hook(
+                    inputs, lambda _: engine.inputs_done(group), mode="all"
+                )
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        engine.leave(group)
+        if torch.is_grad_enabled() and not backward_running():
+            for tensor in _gradient_tensors(output):
+                tensor.register_hook(lambda _: engine.enter_backward(group))
+
+    for module in modules:
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+
+def attach_parameters(
+    engine: Engine, group: LayerGroup, parameters: dict[str, nn.Parameter]
+) -> None:
+    """Tell the engine when a parameter of ``group`` has its gradient of this backward pass.
+
+    The hook of torch fires once per backward, when all uses of the parameter have contributed, and
+    also when they all wrote to the slot and returned None.
+    """
+    for logical in group.trainable:
+        parameters[logical.name].register_post_accumulate_grad_hook(
+            lambda parameter, name=logical.name: engine.gradient(group, name, parameter)
+        )
+
+
+def route_linears(model: nn.Module) -> None:
+    """Let plain ``nn.Linear`` modules compute through ``kernels.linear``; subclasses keep their
+    forward.
+    """
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = _slot_forward(module)  # type: ignore[method-assign]
+
+
+def _slot_forward(module: nn.Linear) -> Any:
+    def forward(input: Tensor) -> Tensor:
+        return linear(input, [module.weight], [module.bias])
+
+    return forward
+
+
+def guard_state_dict(modules: Sequence[nn.Module]) -> None:
+    """Make ``state_dict`` an error: it would hand out released views, and reading one crashes the
+    process.
+    """
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(
+            "state_dict() of a sharded model would read released memory: use Runtime.state() or"
+            " Runtime.full_parameters()"
+        )
+
+    for module in modules:
+        module.register_state_dict_pre_hook(refuse)

@@ -1,0 +1,164 @@
+"""The optimizer step on owners: norm, clip, update.
+
+Owns the one collective of a step (the norm scalar with its riders) and the update of every local
+segment. Invariants: each element counts once in the norm whatever the layout; a parameter that no
+rank touched is left alone (no decay, no momentum), as in PyTorch; a non-finite gradient skips the
+step on all ranks alike and names the parameter. Tested by ``tests/distributed/test_step.py`` and
+the equivalence tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamuon.matrices import LogicalParameter, Route
+from megamuon.optim.optimizer import Item, OwnerOptimizer
+from megamuon.runtime.layer_group import LayerGroup, LocalSegment
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step did; equal on all ranks."""
+
+    gradient_norm: float  # of the averaged gradients, before clipping
+    skipped: bool
+    nonfinite: tuple[str, ...]  # parameters whose gradient is not finite
+    untouched: tuple[str, ...]  # trainable parameters that no rank used since the last step
+    zeros: int | None = None  # zero elements of the averaged gradients, where asked for
+
+
+class OwnerStep:
+    """Optimizer state and updates of this rank's segments."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        optimizers: Mapping[Route, OwnerOptimizer],
+        *,
+        group: dist.ProcessGroup | None,
+        clip: float,
+        decays: Callable[[LogicalParameter], bool],
+        count_zeros: bool = False,
+    ) -> None:
+        self.groups = tuple(groups)
+        self.optimizers = dict(optimizers)
+        self.group = group
+        self.clip = clip
+        self.decays = decays
+        self.count_zeros = count_zeros
+        self.trainable = [p for g in self.groups for p in g.trainable]
+        self._group_of = {p.name: g for g in self.groups for p in g.parameters}
+        self._place = {p.name: place for place, p in enumerate(self.trainable)}
+        self.state: dict[str, dict[str, Tensor]] = {}
+        for segment in self.segments():
+            if segment.window is not None:
+                optimizer = self.optimizers[segment.parameter.route]
+                master = segment.shaped(segment.master)
+                self.state[segment.parameter.name] = optimizer.init_state(master)
+
+    def segments(self) -> list[LocalSegment]:
+        """All local segments, in the order of the groups."""
+        return [segment for group in self.groups for segment in group.local]
+
+    def __call__(self, lr_of: Callable[[LogicalParameter], float], wd: float) -> StepResult:
+        """Clip, then update every touched local segment in place; clears windows and touched
+        bits.
+        """
+        norm, touched, nonfinite, zeros = self._norm()
+        names = {p.name for p, bit in zip(self.trainable, touched, strict=True) if bit}
+        untouched = tuple(p.name for p in self.trainable if p.name not in names)
+        skipped = bool(nonfinite) or norm != norm or norm == float("inf")
+        if not skipped:
+            self._clip(norm)
+            self._update(names, lr_of, wd)
+        for group in self.groups:
+            group.window_empty = True
+            group.touched.clear()
+        return StepResult(
+            gradient_norm=norm,
+            skipped=skipped,
+            nonfinite=nonfinite,
+            untouched=untouched,
+            zeros=zeros,
+        )
+
+    def _norm(self) -> tuple[float, list[bool], tuple[str, ...], int | None]:
+        """One all-reduce: the squared norm, a touched entry per parameter, and (if asked) a zero
+        count.
+
+        A touched entry sums one per rank that used the parameter; the owner adds twice the world
+        size where the reduced gradient is not finite, which no count of ranks can reach.
+        """
+        world = dist.get_world_size(self.group) if self.group is not None else 1
+        device = self.groups[0].master.device
+        vector = torch.zeros(2 + len(self.trainable), dtype=torch.float64)
+        for group in self.groups:
+            for name in group.touched:
+                vector[2 + self._place[name]] += 1
+        local = [s for s in self.segments() if s.window is not None and not self._empty(s)]
+        windows = [s.window for s in local]
+        if windows:
+            squares = torch.stack(torch._foreach_norm(windows)).to("cpu", torch.float64).square()
+            for segment, square in zip(local, squares.tolist(), strict=True):
+                if square == square and square != float("inf"):
+                    vector[0] += square
+                else:
+                    vector[2 + self._place[segment.parameter.name]] += 2 * world
+        if self.count_zeros:
+            vector[1] = sum(int((w == 0).sum()) for w in windows)
+        if self.group is not None:
+            vector = vector.to(device)
+            dist.all_reduce(vector, group=self.group)
+            vector = vector.cpu()
+        entries = vector[2:].tolist()
+        nonfinite = tuple(
+            p.name for p, entry in zip(self.trainable, entries, strict=True) if entry >= 2 * world
+        )
+        norm = float("nan") if nonfinite else float(vector[0].sqrt())
+        touched = [entry > 0 for entry in entries]
+        return norm, touched, nonfinite, int(vector[1]) if self.count_zeros else None
+
+    def _empty(self, segment: LocalSegment) -> bool:
+        """A window that no reduction has written since the last step holds an old gradient."""
+        return self._group_of[segment.parameter.name].window_empty
+
+    def _clip(self, norm: float) -> None:
+        if self.clip <= 0:
+            return
+        factor = self.clip / (norm + 1e-6)
+        if factor < 1:
+            windows = [g.window for g in self.groups if g.window.numel() and not g.window_empty]
+            if windows:
+                torch._foreach_mul_(windows, factor)
+
+    def _update(
+        self, touched: set[str], lr_of: Callable[[LogicalParameter], float], wd: float
+    ) -> None:
+        items: dict[Route, list[Item]] = {}
+        for segment in self.segments():
+            parameter = segment.parameter
+            if segment.window is None or parameter.name not in touched:
+                continue
+            items.setdefault(parameter.route, []).append(
+                Item(
+                    name=parameter.name,
+                    parameter=segment.shaped(segment.master),
+                    gradient=segment.shaped(segment.window),
+                    state=self.state[parameter.name],
+                    lr=lr_of(parameter),
+                    wd=wd if self.decays(parameter) else 0.0,
+                    logical_shape=parameter.shape,
+                )
+            )
+        # Routes may share an optimizer (AdamW on owners and on slices): one call each.
+        calls: dict[int, list[Item]] = {}
+        for route, members in items.items():
+            calls.setdefault(id(self.optimizers[route]), []).extend(members)
+        for optimizer in {id(o): o for o in self.optimizers.values()}.values():
+            if id(optimizer) in calls:
+                optimizer.update(calls[id(optimizer)])

@@ -1,0 +1,78 @@
+"""Ranks that disagree say so; ranks that agree share costs and plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamuon.ownership.settings import PlannerSettings
+from megamuon.runtime import RuntimeConfig, shard
+from megamuon.runtime.agreement import PlanMismatchError
+from megamuon.runtime.measure import median_over_ranks
+from tests.support.ranks import run_ranks
+from tests.support.scenarios import SCENARIOS, Block, build
+
+
+def attempt(**settings: object) -> str:
+    """The message of a failed start, or the digest of the plan."""
+    config = RuntimeConfig(unit_threshold=50, **settings)  # type: ignore[arg-type]
+    try:
+        model = build(SCENARIOS["plain"]).float()
+        return shard(model, layers=(Block,), config=config).plan.digest
+    except PlanMismatchError as error:
+        return str(error)
+
+
+def work(rank: int, world: int) -> dict[str, object]:
+    other = PlannerSettings(policy="round_robin") if rank == 1 else PlannerSettings()
+    measured = attempt(ns_cost="measured")
+    return {
+        "agreeing": attempt(),
+        "policy": attempt(planner=other),
+        "settings": attempt(zero_stage=2 if rank == 2 else 3),
+        "measured": measured,
+        "median": median_over_ranks([float(rank), 10.0 - rank], dist.group.WORLD),
+    }
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    return run_ranks(work, 3, timeout=120.0)
+
+
+def test_agreeing_ranks_have_one_plan(results: list[dict]) -> None:
+    assert len({r["agreeing"] for r in results}) == 1 and len(results[0]["agreeing"]) == 64
+
+
+def test_a_different_plan_names_rank_and_entry(results: list[dict]) -> None:
+    for result in results:
+        assert "rank 1: settings policy: lpt here, round_robin there" in result["policy"]
+        assert "rank 2" not in result["policy"]
+
+
+def test_different_settings_are_found_too(results: list[dict]) -> None:
+    for result in results:
+        assert "rank 2: settings" in result["settings"]
+        assert "zero_stage=2" in result["settings"]
+
+
+def test_measured_costs_are_shared(results: list[dict]) -> None:
+    assert len({r["measured"] for r in results}) == 1
+    assert all(r["median"] == [1.0, 9.0] for r in results)
+
+
+def test_a_stored_plan_must_fit() -> None:
+    model = build(SCENARIOS["plain"]).float()
+    plan = shard(model, layers=(Block,)).plan
+    again = shard(build(SCENARIOS["plain"]).float(), layers=(Block,), plan=plan)
+    assert again.plan is plan
+    with pytest.raises(ValueError, match="stored ownership plan does not fit"):
+        shard(build(SCENARIOS["tied table"]).float(), layers=(Block,), plan=plan)
+
+
+def test_a_meta_model_needs_initial_values() -> None:
+    with torch.device("meta"):
+        model = SCENARIOS["plain"].build()
+    with pytest.raises(ValueError, match="is on the meta device: pass initial="):
+        shard(model, layers=(Block,))

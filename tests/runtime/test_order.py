@@ -1,0 +1,43 @@
+"""The cursor of a frozen order."""
+
+import pytest
+
+from megamuon.runtime.order import Cursor, recorded_order
+
+
+def test_what_is_needed_is_issued_with_all_before_it() -> None:
+    cursor = Cursor((2, 0, 1, 3))
+    assert cursor.through(0) == (2, 0)
+    assert cursor.through(2) == ()  # already past
+    assert cursor.following(0) == 1
+    assert cursor.rest() == (1, 3)
+    assert cursor.rest() == ()
+    assert cursor.following(3) is None
+    cursor.reset()
+    assert cursor.through(3) == (2, 0, 1, 3)
+
+
+def test_ranks_that_skip_differently_issue_the_same_sequence() -> None:
+    sequences = []
+    for used in ((0, 1, 2, 3), (3,), (), (1, 3)):
+        cursor = Cursor((0, 1, 2, 3))
+        issued = [group for need in used for group in cursor.through(need)]
+        sequences.append(tuple(issued) + cursor.rest())
+    assert set(sequences) == {(0, 1, 2, 3)}
+
+
+def test_a_ready_group_waits_for_its_predecessors() -> None:
+    cursor = Cursor((3, 2, 1))
+    assert cursor.ready({2}) == ()
+    assert cursor.ready({2, 3}) == (3, 2)
+    assert cursor.ready({2, 3}) == ()
+    assert cursor.rest() == (1,)
+
+
+def test_recorded_order_appends_the_unused() -> None:
+    assert recorded_order((2, 0, 2, 3), 5) == (2, 0, 3, 1, 4)
+
+
+def test_an_order_names_each_group_once() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        Cursor((0, 1, 0))
