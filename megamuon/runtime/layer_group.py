@@ -116,6 +116,11 @@ class LayerGroup:
             )
             at += stop - start
         self.local = tuple(local)
+        starts = [offsets[s.parameter.name] + s.start for s in local]
+        self._local_weights = [
+            self.weights.raw[start : start + s.master.numel()]
+            for start, s in zip(starts, local, strict=True)
+        ]
 
     def _make_windows(
         self,
@@ -152,10 +157,8 @@ class LayerGroup:
 
     def write_masters(self) -> None:
         """Cast this rank's masters into its segments of the (live) compute buffer."""
-        raw, offsets = self.weights.raw, self.weights.layout.offsets
-        for segment in self.local:
-            begin = offsets[segment.parameter.name] + segment.start
-            raw[begin : begin + segment.master.numel()].copy_(segment.master)
+        if self.local:
+            torch._foreach_copy_(self._local_weights, [s.master for s in self.local])
 
     def wait_gathered(self) -> None:
         """Block until the weights are in place."""

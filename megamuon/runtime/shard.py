@@ -53,7 +53,8 @@ def shard(
     module)`` may send a parameter elsewhere than its module declares.  ``initial(name, whole
     tensor, generator)`` fills the weights, each from a generator of its own, so that they do not
     depend on the ranks; without it the model's present weights are taken, and it must not be on
-    the meta device.  ``plan`` is a stored plan to reuse; it must fit the model and the ranks.
+    the meta device.  ``plan`` is a stored plan: it is
+    reused if it is for these parameters, routes and ranks, and a new one is made if not.
 
     Works without a process group as one rank. Raises RoutingError, PlanMismatchError and
     ValueError.
@@ -111,13 +112,7 @@ def _plan(
     group: dist.ProcessGroup | None,
 ) -> OwnershipPlan:
     topology = Topology(rows=1, columns=world)
-    if stored is not None:
-        if stored.topology != topology or stored.parameters != parameters:
-            raise ValueError(
-                "the stored ownership plan does not fit: it is for"
-                f" {stored.topology.world} ranks and {len(stored.parameters)} parameters,"
-                f" this run has {world} ranks and {len(parameters)} parameters or other routes"
-            )
+    if stored is not None and stored.topology == topology and stored.parameters == parameters:
         return stored
     planner = replace(config.planner, bytes_per_element=config.compute_dtype.itemsize)
     return build_plan(

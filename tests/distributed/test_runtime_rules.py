@@ -165,6 +165,28 @@ def life_of_buffers(rank: int, world: int) -> dict[str, object]:
     return seen
 
 
+def gathers(rank: int, world: int) -> dict[tuple[int, str], list[int]]:
+    """How often each block is gathered in one forward and backward."""
+    counted = {}
+    for stage in (2, 3):
+        for name in ("plain", "recompute", "recompute to the end"):
+            runtime = sharded(SCENARIOS[name], stage)
+            SCENARIOS[name].loss(runtime.model, rank, 0).backward()  # freezes the order
+            runtime.step(0.0)
+            calls: list[int] = []
+            original = runtime.engine.transport.all_gather_v
+            tables = {id(g.gather_table): g.index for g in runtime.groups}
+
+            def count(buffer, table, calls=calls, original=original, tables=tables):  # noqa: ANN001, ANN202
+                calls.append(tables[id(table)])
+                return original(buffer, table)
+
+            runtime.engine.transport.all_gather_v = count
+            SCENARIOS[name].loss(runtime.model, rank, 1).backward()
+            counted[stage, name] = calls
+    return counted
+
+
 def reentrant(rank: int, world: int) -> str:
     runtime = sharded(SCENARIOS["plain"], 3)
     x = inputs(rank, 0).requires_grad_()
@@ -210,6 +232,7 @@ def work(rank: int, world: int) -> dict[str, object]:
     return {
         "untouched": untouched_parameters(rank, world),
         "life": life_of_buffers(rank, world),
+        "gathers": gathers(rank, world),
         "order": frozen_order(rank, world),
         "failed": failed_backward(rank, world),
         "reentrant": reentrant(rank, world),
@@ -246,6 +269,14 @@ def test_life_of_buffers(rules: list[dict]) -> None:
         assert "Runtime.state()" in life["state_dict of a layer"]
         assert life["frozen layer alive at the stem"] == [False]
         assert life["frozen window"] == 0
+
+
+def test_each_block_is_gathered_once_or_twice(rules: list[dict]) -> None:
+    for result in rules:
+        for (stage, name), calls in result["gathers"].items():
+            once = [0, 1, 2, 3]  # the root's loose parameters first
+            again = [3, 2, 1] if stage == 3 else []
+            assert calls == once + again, (stage, name)
 
 
 def test_the_order_is_rank_zeros(rules: list[dict]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 WIDTH = 6
 
@@ -123,6 +123,12 @@ def _frozen_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(inputs(rank, step).requires_grad_()).square().sum()
 
 
+def _without_early_stop(model: nn.Module, rank: int, step: int) -> Tensor:
+    """The recomputed forward runs its post-hooks too."""
+    with set_checkpoint_early_stop(False):
+        return model(inputs(rank, step), remat=True).square().sum()
+
+
 SCENARIOS: dict[str, Scenario] = {
     "plain": Scenario(build=Stack, loss=lambda m, r, s: m(inputs(r, s)).square().sum()),
     "branch skipped on one rank": Scenario(
@@ -151,6 +157,7 @@ SCENARIOS: dict[str, Scenario] = {
         build=Stack,
         loss=lambda m, r, s: m(inputs(r, s), order=(0, 1, 0), remat=True).square().sum(),
     ),
+    "recompute to the end": Scenario(build=Stack, loss=_without_early_stop),
     "two forwards, one backward": Scenario(
         build=Stack,
         loss=lambda m, r, s: m(inputs(r, s)).square().sum() + m(inputs(r, s + 50)).sum(),
