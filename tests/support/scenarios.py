@@ -141,6 +141,10 @@ SCENARIOS: dict[str, Scenario] = {
             m(inputs(r, s), order=(1,) if r == s % 2 else (0, 1, 2)).square().sum()
         ),
     ),
+    "only the last layer on one rank": Scenario(
+        build=Stack,
+        loss=lambda m, r, s: m(inputs(r, s), order=(2,) if r == 0 else (0, 1, 2)).square().sum(),
+    ),
     "layer that nobody uses": Scenario(
         build=Stack, loss=lambda m, r, s: m(inputs(r, s), order=(0, 2)).square().sum()
     ),
@@ -168,6 +172,9 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "tied table": Scenario(build=Tied, loss=lambda m, r, s: m(tokens(r, s)).logsumexp(-1).sum()),
     "frozen matrices": Scenario(build=Stack, loss=_frozen_loss, freeze=(".up.",)),
+    "frozen matrices and norms below a trained one": Scenario(
+        build=Stack, loss=_frozen_loss, freeze=(".up.", ".norm.")
+    ),
     "frozen layer": Scenario(build=Stack, loss=_frozen_loss, freeze=("blocks.1",)),
     "frozen stem, inputs without gradients": Scenario(
         build=Stack,

@@ -1,0 +1,113 @@
+"""The mesh from a launcher's variables, and real process groups of one and two ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamuon.mesh import Mesh, MeshError, destroy, initialise, mesh_from_environment
+
+
+def variables(rank: int, world_size: int, local_rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+
+
+def test_without_a_launcher_the_world_is_one_cpu_rank() -> None:
+    mesh = mesh_from_environment(environment={}, gpus=0)
+    assert mesh == Mesh(
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        rows=1,
+        columns=1,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
+    assert mesh.is_last
+
+
+def test_rows_and_columns_of_a_replicated_mesh() -> None:
+    mesh = mesh_from_environment(rows=2, environment=variables(6, 8, 2), gpus=0)
+    assert (mesh.columns, mesh.row, mesh.column) == (4, 1, 2)
+    assert mesh.row_ranks(1) == (4, 5, 6, 7)
+    assert mesh.column_ranks(1) == (1, 5)
+    assert not mesh.is_last
+
+
+def test_gpus_are_used_where_there_are_any_and_cpu_on_request() -> None:
+    mesh = mesh_from_environment(environment=variables(3, 4, 1), gpus=2)
+    assert (mesh.device, mesh.backend) == (torch.device("cuda", 1), "cpu:gloo,cuda:nccl")
+    mesh = mesh_from_environment(device="cpu", environment=variables(3, 4, 3), gpus=2)
+    assert mesh.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("environment", "rows", "device", "message"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, 1, None, "WORLD_SIZE not set although RANK and LOCAL"),
+        ({**variables(0, 2, 0), "RANK": "x"}, 1, None, "RANK='x' is not an integer"),
+        ({**variables(0, 2, 0), "LOCAL_RANK": "-1"}, 1, None, "LOCAL_RANK=-1 is negative"),
+        (variables(2, 2, 0), 1, None, "rank 2 is outside a world of 2"),
+        (variables(0, 4, 0), 3, None, "4 ranks do not divide into 3 rows"),
+        (variables(0, 4, 0), 0, None, "4 ranks do not divide into 0 rows"),
+        (variables(2, 4, 2), 1, None, "LOCAL_RANK=2, but this node has 2 usable GPUs"),
+        ({}, 1, "tpu", "device 'tpu' is neither"),
+    ],
+)
+def test_unusable_environments_are_named(
+    environment: dict[str, str], rows: int, device: str | None, message: str
+) -> None:
+    with pytest.raises(MeshError, match=message):
+        mesh_from_environment(rows=rows, device=device, environment=environment, gpus=2)
+
+
+def test_a_world_of_one_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    mesh = mesh_from_environment(environment={}, gpus=0)
+    initialise(mesh)
+    try:
+        value = torch.ones(2)
+        dist.all_reduce(value)
+        assert value.tolist() == [1.0, 1.0]
+        with pytest.raises(MeshError, match="exists already"):
+            initialise(mesh)
+    finally:
+        destroy()
+    destroy()  # nothing to destroy: no error
+    assert not dist.is_initialized()
+
+
+def test_two_ranks_without_an_address_are_told_to_use_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    mesh = mesh_from_environment(environment=variables(0, 2, 0), gpus=0)
+    with pytest.raises(MeshError, match="MASTER_ADDR not set: start 2 ranks with torchrun"):
+        initialise(mesh)
+
+
+def sum_of_ranks(rank: int, url: str, results: SimpleQueue[float]) -> None:
+    initialise(mesh_from_environment(environment=variables(rank, 2, rank), gpus=0), init_method=url)
+    value = torch.tensor([rank + 1.0])
+    dist.all_reduce(value)
+    results.put(value.item())
+    destroy()
+
+
+def test_two_ranks_meet_through_a_file(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")  # quick: torch is imported already
+    results: SimpleQueue[float] = context.SimpleQueue()
+    url = f"file://{tmp_path}/rendezvous"
+    ranks = [context.Process(target=sum_of_ranks, args=(rank, url, results)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert [results.get(), results.get()] == [3.0, 3.0]

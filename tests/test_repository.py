@@ -1,0 +1,119 @@
+"""README, Makefile and metadata agree with each other and with what the code imports."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support.layering import PACKAGE, read_sources
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN = ("README.md", "Makefile", "setup.py", "pyproject.toml", ".ci/run")
+
+# Import names that differ from the distribution's name.
+DISTRIBUTION = {"transformer_engine": "transformer-engine"}
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+
+
+def requirements() -> dict[str, set[str]]:
+    """Distribution names by extra; "" are those of every install."""
+    script = (
+        "import json, setuptools, runpy\n"
+        "kept = {}\n"
+        "setuptools.setup = lambda **k: kept.update(k)\n"
+        "runpy.run_path('setup.py', run_name='__main__')\n"
+        "print(json.dumps({'': kept['install_requires'], **kept['extras_require']}))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    return {
+        extra: {Requirement(text).name for text in texts}
+        for extra, texts in json.loads(output).items()
+    }
+
+
+@pytest.mark.parametrize("name", ["setup", "pretrain", "test", "lint", "clean"])
+def test_the_fixed_targets_exist(name: str) -> None:
+    assert name in make_targets()
+
+
+def test_every_make_command_of_the_readme_exists() -> None:
+    named = set(re.findall(r"\bmake ([a-z-]+)", read("README.md")))
+    assert {"pretrain", "test"} <= named
+    assert named - {"python"} <= make_targets()  # "make python3" stands in the apt line
+
+
+def test_files_and_folders_that_the_readme_names_exist() -> None:
+    text = read("README.md")
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.*-]*|[\w-]+\.(?:md|py|sh))`", text)
+    assert named
+    missing = [name for name in named if not list(ROOT.glob(name.rstrip("/")))]
+    assert not missing, f"README.md names what is not there: {missing}"
+
+
+def test_readme_starts_with_what_a_bare_debian_needs() -> None:
+    commands = re.findall(r"```(?:bash|sh)\n(.*?)```", read("README.md"), re.DOTALL)
+    assert commands[0].startswith("apt-get install -y git make python3 python3-venv\n")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_no_machine_paths(name: str) -> None:
+    assert not re.search(r"/(work|home|root|tmp|Users)/", read(name))
+
+
+def test_licence_is_apache_2() -> None:
+    text = read("LICENSE")
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert 'license_expression="Apache-2.0"' in read("setup.py")
+
+
+def test_torch_is_in_no_requirement() -> None:
+    assert re.search(r'^requires = \["setuptools>=77"\]$', read("pyproject.toml"), re.MULTILINE)
+    everything = {name for names in requirements().values() for name in names}
+    assert "torch" not in everything
+    assert "apex" not in everything  # the index's package of that name is an unrelated one
+
+
+def third_party_imports() -> dict[str, set[bool]]:
+    """Distribution -> whether it is imported at import time (True) or late (False)."""
+    found: dict[str, set[bool]] = {}
+    local = {path.stem for path in ROOT.glob("tools/**/*.py")} | {PACKAGE, "tools", "setup"}
+    for file in read_sources(ROOT):
+        for name, _, at_import in file.imports:
+            top = name.split(".")[0]
+            if top in local or top.startswith("pretrain_") or top in sys.stdlib_module_names:
+                continue
+            found.setdefault(DISTRIBUTION.get(top, top), set()).add(at_import)
+    return found
+
+
+def test_what_is_imported_is_required() -> None:
+    """At import time only what every install has; inside functions also what an extra brings."""
+    declared = requirements()
+    always = declared[""] | {"torch"}
+    optional = always | {name for names in declared.values() for name in names} | {"apex"}
+    for name, moments in third_party_imports().items():
+        assert name in (always if True in moments else optional), (
+            f"{name} is imported, but setup.py does not require it"
+        )
+
+
+def test_the_continuous_integration_runs_the_same_targets() -> None:
+    assert {"lint", "test"} == set(re.findall(r"^make ([a-z]+)$", read(".ci/run"), re.MULTILINE))
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100

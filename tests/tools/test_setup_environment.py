@@ -1,0 +1,212 @@
+"""The set-up script's decisions, with an interpreter that only notes what venv and pip were asked
+to do.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL_PACKAGE = "install --no-build-isolation --constraint .venv/torch-constraint.txt -e .[test]"
+
+# Answers `-m venv` and `-m pip` by itself and runs everything else in the real interpreter
+# without its packages;
+# torch is a folder with metadata, on the path where that environment would see it.
+FAKE_PYTHON = """#!/usr/bin/env bash
+set -euo pipefail
+top=$(cd "$(dirname "$0")/.." && pwd)
+packages="$top/site"
+if grep -qs "= true" "$top/pyvenv.cfg"; then packages+=":$SYSTEM_SITE"; fi
+add_torch() {
+  local about="$1/torch-$2.dist-info"
+  mkdir -p "$1/torch" "$about"
+  printf 'Metadata-Version: 2.1\\nName: torch\\nVersion: %s\\n' "$2" >"$about/METADATA"
+  cat >"$1/torch/__init__.py" <<PY
+import os
+from types import SimpleNamespace
+__version__ = "$2"
+version = SimpleNamespace(cuda="13.0")
+cuda = SimpleNamespace(is_available=lambda: "GPU_WORKS" in os.environ)
+PY
+}
+case "${1-} ${2-}" in
+  "-m venv")
+    echo "${@:2}" >>"$NOTES"
+    rm -rf .venv/site && mkdir -p .venv/bin .venv/site
+    shared=false
+    if [[ "$*" == *--system* ]]; then shared=true; fi
+    echo "include-system-site-packages = $shared" >.venv/pyvenv.cfg
+    cp "$0" .venv/bin/python ;;
+  "-m pip")
+    shift 2
+    [[ "$1" == --version ]] && exit 0
+    echo "$*" | sed -E 's/ (--quiet|--disable-pip-version-check|--no-input)//g' >>"$NOTES"
+    if [[ -n "${FAIL_AT-}" && "$*" == *"$FAIL_AT"* ]]; then exit 1; fi
+    last=${!#}
+    if [[ "$1" == uninstall ]]; then rm -rf "$top"/site/torch*; fi
+    if [[ "$last" == torch==* ]]; then add_torch "$top/site" "${last#torch==}"; fi ;;
+  "add torch") add_torch "$top/site" "$3" ;;
+  *) PYTHONPATH="$packages" exec "$REAL_PYTHON" -S -s "$@" ;;
+esac
+"""
+
+
+class SetUp:
+    """A copy of the files that the script reads, beside a fake interpreter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.project = folder / "project"
+        (self.project / "tools").mkdir(parents=True)
+        for name in ("setup.py", "pyproject.toml", "tools/setup_environment.sh"):
+            shutil.copy(ROOT / name, self.project / name)
+        self.bin = folder / "system" / "bin"
+        self.bin.mkdir(parents=True)
+        self.add_program("python3", FAKE_PYTHON)
+        self.notes = folder / "notes"
+        self.environment = {
+            "PATH": f"{self.bin}:/usr/bin:/bin",
+            "NOTES": str(self.notes),
+            "REAL_PYTHON": sys.executable,
+            "SYSTEM_SITE": str(folder / "system" / "site"),
+        }
+
+    def add_program(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def add_torch(self, version: str) -> None:
+        command = [self.bin / "python3", "add", "torch", version]
+        subprocess.run(command, env=self.environment, check=True)
+
+    def run(self, **variables: str) -> tuple[int, str, list[str]]:
+        """(exit code, output, what venv and pip were asked to do)."""
+        self.notes.write_text("")
+        done = subprocess.run(
+            ["bash", "tools/setup_environment.sh"],
+            cwd=self.project,
+            env={**self.environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout, self.notes.read_text().splitlines()
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> SetUp:
+    return SetUp(tmp_path)
+
+
+FRESH = [
+    "venv --clear .venv",
+    "install setuptools>=77",
+    "uninstall --yes torch",
+    "install torch==2.13.0",
+    INSTALL_PACKAGE,
+]
+
+
+def test_a_bare_machine_gets_the_pinned_torch_and_the_second_call_does_nothing(
+    setup: SetUp,
+) -> None:
+    code, output, notes = setup.run()
+    assert code == 0, output
+    assert notes == FRESH
+    assert (setup.project / ".venv/torch-constraint.txt").read_text() == "torch==2.13.0\n"
+    assert setup.run() == (0, "", [])
+
+
+@pytest.mark.parametrize("version", ["2.11.0a0+gitabc", "2.11.0", "2.14.1+cu130", "3.0.0"])
+def test_an_interpreter_with_a_recent_torch_keeps_it(setup: SetUp, version: str) -> None:
+    setup.add_torch(version)
+    code, output, notes = setup.run()
+    assert code == 0, output
+    assert notes == [
+        "venv --clear --system-site-packages .venv",
+        "install setuptools>=77",
+        INSTALL_PACKAGE,
+    ]
+    assert (setup.project / ".venv/torch-constraint.txt").read_text() == f"torch=={version}\n"
+
+
+@pytest.mark.parametrize("version", ["2.10.1+cu128", "1.13.0"])
+def test_an_old_torch_of_the_interpreter_is_not_used(setup: SetUp, version: str) -> None:
+    setup.add_torch(version)
+    assert setup.run()[2] == FRESH
+
+
+def test_torch_and_its_index_can_be_chosen(setup: SetUp) -> None:
+    setup.add_torch("2.13.0")  # the interpreter's own does not answer an explicit request
+    chosen = {"TORCH": "torch==2.14.1", "TORCH_INDEX": "https://example.invalid/wheels"}
+    _, output, notes = setup.run(**chosen)
+    assert notes[0] == "venv --clear .venv", output
+    assert "install --index-url https://example.invalid/wheels torch==2.14.1" in notes
+    assert setup.run() == (0, "", [])  # remembered
+    assert setup.run(**chosen) == (0, "", [])
+    assert setup.run(TORCH="torch==2.12.0")[2][1:3] == [
+        "uninstall --yes torch",
+        "install torch==2.12.0",
+    ]
+    code, output, _ = setup.run(TORCH="torch==2.9.0")
+    assert code == 1
+    assert "torch >= 2.11 is needed, and TORCH=torch==2.9.0 is not" in output
+
+
+def test_an_interrupted_set_up_starts_afresh(setup: SetUp) -> None:
+    for step in ("torch==2.13.0", "-e .[test]"):
+        assert setup.run(FAIL_AT=step)[0] != 0
+        code, output, notes = setup.run()
+        assert code == 0
+        assert "did not finish" in output
+        assert notes == FRESH
+        assert setup.run() == (0, "", [])
+        with (setup.project / "setup.py").open("a") as file:
+            file.write("# changed\n")
+
+
+def test_a_change_of_the_metadata_installs_again_and_keeps_torch(setup: SetUp) -> None:
+    setup.run(TORCH="torch==2.14.1")
+    with (setup.project / "setup.py").open("a") as file:
+        file.write("# changed\n")
+    assert setup.run()[2] == ["install setuptools>=77", INSTALL_PACKAGE]
+    assert setup.run(TORCH="torch==2.14.1") == (0, "", [])
+
+
+def test_a_broken_environment_is_made_anew(setup: SetUp) -> None:
+    setup.run()
+    (setup.project / ".venv/bin/python").unlink()  # e.g. the system's interpreter was replaced
+    assert setup.run()[2][0] == "venv --clear .venv"
+    assert setup.run() == (0, "", [])
+
+
+def test_gpus_that_torch_cannot_use_are_an_error(setup: SetUp) -> None:
+    setup.add_program("nvidia-smi", "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
+    for _ in range(2):  # also when the environment is complete
+        code, output, _ = setup.run()
+        assert code == 1
+        assert "torch.cuda.is_available() is False" in output
+        assert "TORCH_INDEX=" in output
+    code, output, _ = setup.run(CUDA_VISIBLE_DEVICES="")
+    assert code == 0
+    assert "running on the CPU, as asked" in output
+    assert setup.run(GPU_WORKS="1", CUDA_VISIBLE_DEVICES="0") == (0, "", [])
+
+
+def test_a_driver_without_gpus_is_no_error(setup: SetUp) -> None:
+    setup.add_program("nvidia-smi", "#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    assert setup.run()[0] == 0
+
+
+def test_a_missing_interpreter_names_the_packages_to_install(setup: SetUp) -> None:
+    code, output, _ = setup.run(PYTHON="python3.99")
+    assert code == 1
+    assert "no interpreter 'python3.99'" in output
+    assert "apt-get install -y" in output
+    assert not os.path.exists(setup.project / ".venv")

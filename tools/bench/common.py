@@ -1,0 +1,119 @@
+"""What the benches share: ranks on this machine, counted collectives, a look at the load.
+
+Owns ``run_bench_ranks`` (processes of one Gloo group), ``count_collectives`` and ``warn_if_busy``.
+Invariant: bytes and calls are counted by wrapping the calls that move them, never computed from a
+plan. Tested by ``tests/tools/test_bench_common.py``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Counter(TorchDispatchMode):
+    """Counts collective operations as torch dispatches them, from Python calls and from DTensors
+    alike.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional", "symm_mem") and "wait" not in name:
+            self.calls[name.rstrip("_")] = self.calls.get(name.rstrip("_"), 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_collectives() -> Iterator[dict[str, int]]:
+    """Collective operations launched inside the block on this thread, by name."""
+    counter = _Counter()
+    with counter:
+        yield counter.calls
+
+
+def warn_if_busy() -> None:
+    """Absolute times are noise on a busy machine; ratios of interleaved runs suffer less, but say
+    so.
+    """
+    load = os.getloadavg()[0]
+    cores = os.cpu_count() or 1
+    if load > 0.7 * cores:
+        print(f"note: load {load:.1f} on {cores} cores; times are too high", file=sys.stderr)
+
+
+def _main(
+    function: Callable[..., Any],
+    rank: int,
+    world: int,
+    folder: str,
+    arguments: tuple[Any, ...],
+    results: Any,
+) -> None:
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+        )
+        results.put((rank, function(rank, world, *arguments), None))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+        raise
+
+
+def run_bench_ranks(
+    function: Callable[..., Any],
+    world: int,
+    *arguments: Any,
+    folder: Path,
+    timeout: float = 3600.0,
+) -> list[Any]:
+    """``function(rank, world, *arguments)`` on ``world`` fresh processes of one Gloo group; values
+    by rank.
+
+    Raises RuntimeError with the traceback of the first rank that failed, after ending the others.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [
+        context.Process(
+            target=_main, args=(function, rank, world, str(folder), arguments, results), daemon=True
+        )
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    values: dict[int, Any] = {}
+    try:
+        while len(values) < world:
+            try:
+                rank, value, problem = results.get(timeout=timeout)
+            except queue.Empty:
+                missing = sorted(set(range(world)) - set(values))
+                raise RuntimeError(f"ranks {missing} gave no result in {timeout:.0f} s") from None
+            if problem:
+                raise RuntimeError(f"rank {rank} failed:\n{problem}")
+            values[rank] = value
+        for process in processes:
+            process.join(timeout=30)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+    return [values[rank] for rank in range(world)]
