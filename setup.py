@@ -18,14 +18,14 @@ ROOT = Path(__file__).resolve().parent
 # calls `apex` is an unrelated web toolkit.
 EXTRAS = {
     "gpu": ["triton", "transformer-engine[pytorch]"],
-    "huggingface": ["transformers>=4.51"],
+    "huggingface": ["transformers>=4.56"],
     "wandb": ["wandb"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9", "transformers>=4.51"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9", "transformers>=4.56"],
 }
 
 
 def read_version() -> str:
-    """The version in megamuon/__init__.py, read as text: importing the package would need torch."""
+    """The version in megamuon/__init__.py, read as text: a build imports nothing of the package."""
     text = (ROOT / "megamuon" / "__init__.py").read_text(encoding="utf-8")
     found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if found is None:

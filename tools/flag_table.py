@@ -11,6 +11,7 @@ if it is stale
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -116,8 +117,14 @@ def main(argv: list[str] | None = None) -> int:
     """Write or check the page; returns the exit status."""
     parser = argparse.ArgumentParser(description="Write docs/flags.md from the code.")
     parser.add_argument("--check", action="store_true", help="only say whether the page is stale")
+    parser.add_argument("--json", type=Path, help="write the counts there")
     options = parser.parse_args(argv)
     text = render()
+    counts = Counter(entry.status for entry in table())
+    print("Megatron's flags: " + ", ".join(f"{counts[s]} {s}" for s in _STATUS_TEXT))
+    if options.json:
+        figures = {"own_flags": len(specs_by_dest()), "megatron_flags": dict(counts)}
+        options.json.write_text(json.dumps(figures, indent=2) + "\n")
     if options.check:
         if PAGE.is_file() and PAGE.read_text("utf-8") == text:
             return 0
