@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamuon.collectives import build_transport
-from megamuon.matrices import Kind, LogicalParameter, Route, RouteFunction, collect
+from megamuon.matrices import Layout, LogicalParameter, Route, RouteFunction, collect
 from megamuon.optim.adamw import AdamW, Sgd, SgdConfig
 from megamuon.optim.muon import Muon
 from megamuon.optim.optimizer import OwnerOptimizer
@@ -150,7 +150,7 @@ def group_names(parameters: Sequence[LogicalParameter]) -> dict[str, list[Logica
     names: dict[str, list[LogicalParameter]] = {ROOT_GROUP: []}
     for parameter in parameters:
         key = parameter.layer
-        if not key and parameter.kind in (Kind.EMBEDDING, Kind.HEAD):
+        if not key and parameter.layout is Layout.EVEN and len(parameter.shape) > 1:
             key = f"table:{parameter.name}"
         names.setdefault(key, []).append(parameter)
     return {name: members for name, members in names.items() if members}

@@ -58,7 +58,7 @@ def run_scenarios(rank: int, world: int) -> dict[tuple[str, int], list[tuple[dic
     """Reduced gradients and touched names of all scenarios at both stages; weights never change."""
     found = {}
     for number, (name, scenario) in enumerate(SCENARIOS.items()):
-        for stage in (2, 3):
+        for stage in scenario.stages:
             runtime = sharded(scenario, stage, ("grouped", "per_owner")[number % 2])
             steps = []
             for step in range(STEPS):
@@ -85,7 +85,7 @@ def results(request: pytest.FixtureRequest) -> tuple[int, dict]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_gradients_are_those_of_plain_autograd(name: str, results: tuple[int, dict]) -> None:
     world, found = results
-    for stage in (2, 3):
+    for stage in SCENARIOS[name].stages:
         for step, (gradients, touched) in enumerate(found[name, stage]):
             wanted, used = expected(SCENARIOS[name], world, step)
             assert touched == used, (name, stage, step)
@@ -165,11 +165,23 @@ def life_of_buffers(rank: int, world: int) -> dict[str, object]:
     return seen
 
 
+# Groups gathered in one forward and in the backward at ZeRO-3; nothing more at ZeRO-2.  Group 0 is
+# the root's loose parameters, or the tied table: both are kept.
+GATHERED = {
+    "plain": ([0, 1, 2, 3], [3, 2, 1]),
+    "recompute": ([0, 1, 2, 3], [3, 2, 1]),
+    "recompute to the end": ([0, 1, 2, 3], [3, 2, 1]),
+    "frozen matrices and norms below a trained one": ([0, 1, 2, 3], [3, 2, 1]),
+    "opaque outputs of foreign operations": ([0, 1, 2, 3], []),
+    "tied table": ([0, 1, 2], [2, 1]),
+}
+
+
 def gathers(rank: int, world: int) -> dict[tuple[int, str], list[int]]:
-    """How often each block is gathered in one forward and backward."""
+    """Which groups are gathered, in order, in one forward and backward."""
     counted = {}
-    for stage in (2, 3):
-        for name in ("plain", "recompute", "recompute to the end"):
+    for name in GATHERED:
+        for stage in SCENARIOS[name].stages:
             runtime = sharded(SCENARIOS[name], stage)
             SCENARIOS[name].loss(runtime.model, rank, 0).backward()  # freezes the order
             runtime.step(0.0)
@@ -271,12 +283,11 @@ def test_life_of_buffers(rules: list[dict]) -> None:
         assert life["frozen window"] == 0
 
 
-def test_each_block_is_gathered_once_or_twice(rules: list[dict]) -> None:
+def test_each_group_is_gathered_once_or_twice(rules: list[dict]) -> None:
     for result in rules:
         for (stage, name), calls in result["gathers"].items():
-            once = [0, 1, 2, 3]  # the root's loose parameters first
-            again = [3, 2, 1] if stage == 3 else []
-            assert calls == once + again, (stage, name)
+            forward, backward = GATHERED[name]
+            assert calls == forward + (backward if stage == 3 else []), (stage, name)
 
 
 def test_the_order_is_rank_zeros(rules: list[dict]) -> None:

@@ -74,6 +74,26 @@ class OddStack(Stack):
         return self.head(box.value)
 
 
+class ForeignOddBlock(OddBlock):
+    """Opaque values and no linear map: neither hooks nor our function see its backward."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width)
+        del self.norm, self.up, self.down
+        self.gain = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Box) -> Box:  # type: ignore[override]
+        return Box(torch.tanh(x.value) * self.gain)
+
+
+class ForeignOddStack(OddStack):
+    """Works at ZeRO-2, where weights stay from forward to backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ForeignOddBlock() for _ in range(3))
+
+
 class Nested(Stack):
     """Blocks return their value inside a dict inside a tuple."""
 
@@ -116,6 +136,7 @@ class Scenario:
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int, int], Tensor]
+    stages: tuple[int, ...] = (2, 3)  # ZeRO stages that it works at
     freeze: tuple[str, ...] = ()  # parameters whose names contain one of these do not train
 
 
@@ -143,7 +164,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "only the last layer on one rank": Scenario(
         build=Stack,
-        loss=lambda m, r, s: m(inputs(r, s), order=(2,) if r == 0 else (0, 1, 2)).square().sum(),
+        loss=lambda m, r, s: m(inputs(r, s), order=(2,) if r == 1 else (0, 1, 2)).square().sum(),
     ),
     "layer that nobody uses": Scenario(
         build=Stack, loss=lambda m, r, s: m(inputs(r, s), order=(0, 2)).square().sum()
@@ -167,6 +188,9 @@ SCENARIOS: dict[str, Scenario] = {
         loss=lambda m, r, s: m(inputs(r, s)).square().sum() + m(inputs(r, s + 50)).sum(),
     ),
     "opaque outputs": Scenario(build=OddStack, loss=lambda m, r, s: m(inputs(r, s)).square().sum()),
+    "opaque outputs of foreign operations": Scenario(
+        build=ForeignOddStack, loss=lambda m, r, s: m(inputs(r, s)).square().sum(), stages=(2,)
+    ),
     "nested outputs": Scenario(
         build=Nested, loss=lambda m, r, s: m(inputs(r, s))["out"][0].square().sum()
     ),
