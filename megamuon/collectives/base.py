@@ -89,6 +89,7 @@ class Work:
     handles: list[dist.Work] = field(default_factory=list)
     finish: Callable[[], None] | None = None
     keep: tuple[Tensor, ...] = ()  # buffers that must outlive the transfer
+    borrows: bool = False  # the transfer still reads the caller's buffer: keep it until wait()
     name: str = "collective"
 
     def wait(self) -> None:
@@ -150,7 +151,8 @@ class Transport(abc.ABC):
         """Mean of ``slots (numel,)`` over the ranks, each segment to its rank.
 
         ``window`` holds this rank's segments one after another in table order; the mean is stored
-        there if ``first``, else added. The slots may be reused after ``wait()``.
+        there if ``first``, else added. The slots may be
+        reused at once, or after ``wait()`` where the work ``borrows`` them.
         """
 
     @staticmethod

@@ -68,7 +68,7 @@ class GroupedTransport(Transport):
             return coalesced_reduces(self, slots, table, window, first=first)
         sizes = table.sizes
         mine = sizes[self.rank]
-        sent = pack(slots, table.segments, self.wire_dtype)
+        sent = pack(slots, table.segments, self.wire_dtype, alias=False)
         received = torch.empty(self.world * mine, dtype=self.wire_dtype, device=slots.device)
         handle = dist.all_to_all_single(
             received,

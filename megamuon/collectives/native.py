@@ -50,4 +50,6 @@ def coalesced_reduces(
             else:
                 window.add_(total)
 
-    return Work(handles=[manager], finish=finish, keep=(wire,), name="reduction")
+    return Work(
+        handles=[manager], finish=finish, keep=(wire,), borrows=wire is slots, name="reduction"
+    )

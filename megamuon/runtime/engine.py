@@ -232,6 +232,8 @@ class Engine:
             source, group.reduce_table, group.window, first=group.window_empty
         )
         group.clear_slots()
+        if not group.reducing.borrows:
+            group.gradients.release()
         self._outstanding.append(group)
 
     def _accumulate(self, group: LayerGroup) -> None:

@@ -22,7 +22,7 @@ from megamuon.optim.adamw import AdamW, Sgd, SgdConfig
 from megamuon.optim.muon import Muon
 from megamuon.optim.optimizer import OwnerOptimizer
 from megamuon.ownership.plan import OwnershipPlan
-from megamuon.ownership.planner import build_plan
+from megamuon.ownership.planner import build_plan, muon_shapes
 from megamuon.ownership.settings import Topology
 from megamuon.runtime import hooks
 from megamuon.runtime.agreement import exchange_plan, integers_of_rank_zero
@@ -115,6 +115,9 @@ def _plan(
     if stored is not None and stored.topology == topology and stored.parameters == parameters:
         return stored
     planner = replace(config.planner, bytes_per_element=config.compute_dtype.itemsize)
+    if planner.policy == "lpt" and not muon_shapes(parameters):
+        # Without Newton-Schulz every unit costs nothing and time cannot tell ranks apart.
+        planner = replace(planner, policy="numel")
     return build_plan(
         parameters,
         topology,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -32,6 +33,8 @@ class _Counter(TorchDispatchMode):
         self.calls: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let the DTensor dispatch: its collectives come back here
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional", "symm_mem") and "wait" not in name:
             self.calls[name.rstrip("_")] = self.calls.get(name.rstrip("_"), 0) + 1

@@ -1,0 +1,108 @@
+"""What a system holds in memory: its tensors, the formula, the plan, the peak of a step.
+
+Owns the counting of resident bytes. Invariant: bytes are those of real storages, found by following
+references, never derived from a plan; the plan and the formula are what they are compared with.
+Tested by ``tests/tools/test_train_step.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megamuon.matrices import LogicalParameter, Route
+from megamuon.ownership import OwnershipPlan
+
+FP32 = 4  # bytes
+SCALAR = 4  # AdamW's step counter, one per piece of a parameter
+STATE_PER_ELEMENT = {Route.MUON: FP32, Route.ADAMW_OWNER: 2 * FP32, Route.ADAMW_SHARDED: 2 * FP32}
+
+
+def reachable_tensors(root: object) -> Iterator[Tensor]:
+    """Every tensor that ``root`` leads to through attributes, slots and containers.
+
+    Enters objects of this package and containers only; of a module it takes parameters, their
+    gradients and buffers (tables that a module computes for itself are no training state).
+    """
+    seen: set[int] = set()
+    waiting: list[object] = [root]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            yield thing.to_local() if isinstance(thing, DTensor) else thing
+            waiting.append(thing.grad if thing.is_leaf else None)
+            waiting.append(getattr(thing, "__dict__", None))
+        elif isinstance(thing, nn.Module):
+            waiting.extend([*thing.parameters(), *thing.buffers()])
+        elif isinstance(thing, Mapping):
+            waiting.extend([*thing.keys(), *thing.values()])
+        elif isinstance(thing, str | bytes):
+            continue
+        elif isinstance(thing, Iterable) and type(thing).__module__ in ("builtins", "collections"):
+            waiting.extend(thing)
+        elif type(thing).__module__.startswith("megamuon."):
+            waiting.append(getattr(thing, "__dict__", None))
+            slots = getattr(type(thing), "__slots__", ())
+            waiting.extend(getattr(thing, slot, None) for slot in slots)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the distinct storages behind ``tensors``; a released storage has none."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def formula_bytes(parameters: Iterable[LogicalParameter], world: int) -> float:
+    """Mean resident bytes per rank, by the DMuon-2 paper, section 4.4, on FSDP, all in FP32.
+
+    With P trainable elements, M of them in Muon matrices and E = P - M under AdamW, N ranks:
+    masters 4 P / N, owner windows (reduced gradients) 4 P / N, momentum 4 M / N, moments 8 E / N.
+    """
+    trainable = [p for p in parameters if p.trainable]
+    return sum(p.numel * (2 * FP32 + STATE_PER_ELEMENT[p.route]) for p in trainable) / world
+
+
+def plan_bytes(plan: OwnershipPlan, rank: int) -> int:
+    """Resident bytes that the plan gives ``rank``: the same terms over its own segments, and one
+    scalar per segment under AdamW.
+    """
+    total = 0
+    for parameter in plan.parameters:
+        for segment in plan.segments(parameter.name):
+            if segment.rank == rank and parameter.trainable:
+                per_element = 2 * FP32 + STATE_PER_ELEMENT[parameter.route]
+                total += (segment.stop - segment.start) * per_element
+                total += 0 if parameter.route is Route.MUON else SCALAR
+    return total
+
+
+def peak_growth(action: Callable[[], object]) -> int:
+    """How far the bytes of CPU tensors rise above their start while ``action`` runs.
+
+    From the profiler's record of torch's own allocator, so activations, gathered weights, gradients
+    and the send buffers of collectives are in it, for any system; what Gloo allocates is not.
+    The process's resident size would not do: the allocator keeps what is freed.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        action()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes.sort(key=lambda event: event["ts"])
+    level = peak = 0
+    for change in changes:
+        level += int(change["args"]["Bytes"])
+        peak = max(peak, level)
+    return peak
