@@ -1,0 +1,275 @@
+"""From flags to the settings of every room.
+
+Owns the translation of ``Config`` into what the runtime, the optimizers, the schedule, the data
+room and the profiler take.  Invariant: a flag is read here once, and nothing below this floor
+knows flags. Tested by ``tests/training/test_builders.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megamuon.arguments import Config
+from megamuon.data.build import DataSpec
+from megamuon.data.tokenizer import Tokenizer, build_tokenizer, pad_id, padded_vocab_size
+from megamuon.matrices import Kind, LogicalParameter
+from megamuon.models import GPTConfig, gpt_config_from_flags
+from megamuon.optim import AdamWConfig, MuonConfig, NewtonSchulzConfig, Schedule, ScheduleConfig
+from megamuon.ownership import PlannerSettings
+from megamuon.profiling import ProfilingSettings
+from megamuon.runtime import OptimizerSettings, RuntimeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """How many samples of what size make a step."""
+
+    micro: int  # samples per rank and forward
+    total: int  # samples per step over all ranks
+    count: int  # micro-batches per rank and step
+
+
+def batches(config: Config, world_size: int) -> Batches:
+    """Training batches."""
+    micro, total = config.training.micro_batch_size, config.training.global_batch_size
+    assert micro is not None and total is not None  # both were checked with the flags
+    return Batches(micro=micro, total=total, count=total // (micro * world_size))
+
+
+def evaluation_batches(config: Config, world_size: int) -> Batches:
+    """Batches of evaluation."""
+    flags = config.validation
+    micro, total = flags.eval_micro_batch_size, flags.eval_global_batch_size
+    assert micro is not None and total is not None
+    return Batches(micro=micro, total=total, count=total // (micro * world_size))
+
+
+def train_iterations(config: Config) -> int:
+    """Optimizer steps over all runs; 0 with ``--skip-train`` and no length."""
+    training = config.training
+    if training.train_iters is not None:
+        return training.train_iters
+    if training.train_samples is not None:
+        return training.train_samples // (training.global_batch_size or 1)
+    return 0
+
+
+def sample_counts(config: Config) -> tuple[int, int, int]:
+    """Samples of the training, validation and test set that the whole run may need (Megatron's
+    rule).
+    """
+    training, flags = config.training, config.validation
+    steps = train_iterations(config)
+    train = training.train_samples or steps * (training.global_batch_size or 0)
+    rounds = (steps // flags.eval_interval if flags.eval_interval else 0) + 1
+    each = flags.eval_iters * (flags.eval_global_batch_size or 0)
+    return 0 if training.skip_train else train, rounds * each, each
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """The tokenizer that the flags describe."""
+    flags = config.tokenizer
+    return build_tokenizer(
+        flags.tokenizer_type,
+        flags.tokenizer_model,
+        flags.vocab_size,
+        vocab_file=flags.vocab_file,
+        merge_file=flags.merge_file,
+        eod_token=flags.eod_token,
+        trust_remote_code=flags.trust_remote_code,
+    )
+
+
+def vocabulary_rows(config: Config, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: given, or the larger of tokenizer's and preset's vocabulary, padded.
+
+    Raises ValueError where the tokenizer has more ids than rows were given.
+    """
+    flags = config.tokenizer
+    if flags.padded_vocab_size is None:
+        largest = max(tokenizer.vocab_size, flags.vocab_size or 0)
+        return padded_vocab_size(largest, config.model.make_vocab_size_divisible_by)
+    if flags.padded_vocab_size < tokenizer.vocab_size:
+        raise ValueError(
+            f"--padded-vocab-size {flags.padded_vocab_size}: the tokenizer has"
+            f" {tokenizer.vocab_size} ids; give at least that many rows"
+        )
+    return flags.padded_vocab_size
+
+
+def model_config(config: Config, tokenizer: Tokenizer) -> GPTConfig:
+    """The decoder that the flags describe."""
+    rows = vocabulary_rows(config, tokenizer)
+    return gpt_config_from_flags(config.model, padded_vocab_size=rows, recompute=config.recompute)
+
+
+def data_spec(
+    config: Config, tokenizer: Tokenizer, samples: tuple[int | None, int | None, int | None]
+) -> DataSpec:
+    """The datasets that the flags describe."""
+    flags = config.data
+    assert config.model.seq_length is not None
+    return DataSpec(
+        sequence_length=config.model.seq_length,
+        samples=samples,
+        seed=config.training.seed,
+        eod=tokenizer.eod,
+        vocab_size=tokenizer.vocab_size,
+        pad=pad_id(tokenizer),
+        data_path=flags.data_path,
+        split=flags.split,
+        train_data_path=flags.train_data_path,
+        valid_data_path=flags.valid_data_path,
+        test_data_path=flags.test_data_path,
+        mock_data=flags.mock_data,
+        data_cache_path=flags.data_cache_path,
+        fast_cache_load=flags.dataloader_fast_cache_load,
+        mmap_bin_files=flags.mmap_bin_files,
+        builder_threads=flags.num_dataset_builder_threads,
+        mid_level_dataset_surplus=flags.mid_level_dataset_surplus,
+        shuffle=flags.shuffle,
+        eod_mask_loss=flags.eod_mask_loss,
+        reset_position_ids=flags.reset_position_ids,
+        reset_attention_mask=flags.reset_attention_mask,
+    )
+
+
+def muon_config(config: Config) -> MuonConfig:
+    """Muon's conventions; ``--muon-preset torch`` starts from those of ``torch.optim.Muon``."""
+    flags = config.optimizer
+    if flags.muon_preset == "torch":
+        preset = MuonConfig.torch_preset(
+            momentum=flags.muon_momentum,
+            nesterov=flags.muon_nesterov,
+            ns_steps=flags.muon_num_ns_steps,
+        )
+        schulz = preset.newton_schulz
+        if flags.muon_coefficient_type != "jordan":  # torch's own set
+            schulz = replace(schulz, coefficients=flags.muon_coefficient_type)
+        return replace(
+            preset,
+            scale=flags.muon_scale_mode,
+            extra_scale=flags.muon_extra_scale_factor,
+            newton_schulz=schulz,
+        )
+    return MuonConfig(
+        momentum=flags.muon_momentum,
+        nesterov=flags.muon_nesterov,
+        momentum_form=flags.muon_momentum_form,
+        scale=flags.muon_scale_mode,
+        extra_scale=flags.muon_extra_scale_factor,
+        newton_schulz=NewtonSchulzConfig(
+            coefficients=flags.muon_coefficient_type,
+            steps=flags.muon_num_ns_steps,
+            form=flags.ns_form,
+            dtype=flags.ns_dtype,
+            restarts="auto" if flags.ns_restarts is None else flags.ns_restarts,
+        ),
+    )
+
+
+def optimizer_settings(config: Config) -> OptimizerSettings:
+    """Which optimizer goes where."""
+    flags = config.optimizer
+    return OptimizerSettings(
+        matrices=flags.optimizer,
+        muon=muon_config(config),
+        adamw=AdamWConfig(beta1=flags.adam_beta1, beta2=flags.adam_beta2, eps=flags.adam_eps),
+        sgd_momentum=flags.sgd_momentum,
+        clip=flags.clip_grad,
+        decay_qk_norm=flags.apply_wd_to_qk_layernorm,
+        count_zeros=config.logging.log_num_zeros_in_grad,
+    )
+
+
+def runtime_config(config: Config) -> RuntimeConfig:
+    """How the model is sharded and its bytes move."""
+    owners, precision = config.ownership, config.precision
+    wide = torch.float64 if precision.fp64 else torch.float32
+    return RuntimeConfig(
+        zero_stage=config.parallel.zero_stage,
+        collectives=owners.collectives,
+        compute_dtype=torch.bfloat16 if precision.bf16 else wide,
+        reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else wide,
+        master_dtype=wide,
+        owner_layout=owners.param_layout == "owner",
+        unit_threshold=owners.owner_unit_threshold,
+        planner=PlannerSettings(
+            policy=owners.owner_planner,
+            byte_cap=None if owners.owner_byte_cap is None else 1 + owners.owner_byte_cap,
+            spread_layers=owners.owner_layer_spreading,
+            balance_columns=owners.owner_column_balance,
+        ),
+        ns_cost=owners.ns_cost,
+        ns_cost_file=owners.ns_cost_file,
+        ns_cost_cache=owners.ns_cost_cache,
+        seed=config.training.seed,
+        optimizer=optimizer_settings(config),
+    )
+
+
+def schedule_config(config: Config) -> ScheduleConfig:
+    """Learning rate and weight decay, counted in samples."""
+    flags, decay, training = config.schedule, config.optimizer, config.training
+    assert flags.lr is not None
+    size = training.global_batch_size or 1
+    if training.train_samples is not None:
+        length = training.train_samples
+        decay_steps = flags.lr_decay_samples or length
+        warmup: float = flags.lr_warmup_samples
+    else:
+        length = train_iterations(config) * size
+        decay_steps = (flags.lr_decay_iters or train_iterations(config)) * size
+        warmup = flags.lr_warmup_iters * size
+    if flags.lr_warmup_fraction is not None:
+        warmup = flags.lr_warmup_fraction * decay_steps  # not rounded, as in Megatron
+    constant = decay.weight_decay_incr_style == "constant"
+    start = decay.weight_decay if constant else decay.start_weight_decay
+    end = decay.weight_decay if constant else decay.end_weight_decay
+    assert start is not None and end is not None
+    return ScheduleConfig(
+        max_lr=flags.lr,
+        min_lr=flags.min_lr,
+        init_lr=flags.lr_warmup_init,
+        warmup_steps=warmup,  # type: ignore[arg-type]
+        decay_steps=decay_steps,
+        style=flags.lr_decay_style,
+        wsd_style=flags.lr_wsd_decay_style,
+        wsd_steps=None if flags.lr_wsd_decay_iters is None else flags.lr_wsd_decay_iters * size,
+        start_wd=start,
+        end_wd=end,
+        wd_style=decay.weight_decay_incr_style,
+        wd_steps=length,
+    )
+
+
+def rate_of(config: Config, schedule: Schedule) -> Callable[[LogicalParameter], float]:
+    """The present learning rate of a parameter: ``--decoupled-lr`` for token tables and the
+    head.
+    """
+    flags = config.schedule
+    rate = schedule.lr()
+    if flags.decoupled_lr is None:
+        return lambda parameter: rate
+    # Megatron's default: the floor of the other parameters.
+    floor = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
+    apart = schedule.lr(max_lr=flags.decoupled_lr, min_lr=floor)
+    return lambda parameter: apart if parameter.kind in (Kind.EMBEDDING, Kind.HEAD) else rate
+
+
+def profiling_settings(config: Config) -> ProfilingSettings:
+    """Profiles and memory snapshots."""
+    flags = config.profiling
+    return ProfilingSettings(
+        profile=flags.profile,
+        step_start=flags.profile_step_start,
+        step_end=flags.profile_step_end,
+        ranks=flags.profile_ranks,
+        use_pytorch_profiler=flags.use_pytorch_profiler,
+        trace_dir=config.logging.tensorboard_dir,
+        record_memory_history=flags.record_memory_history,
+        memory_snapshot_path=flags.memory_snapshot_path,
+    )

@@ -1,0 +1,43 @@
+"""The command line of an entry script: parsed, or explained.
+
+Owns what happens to a bad command line: every problem on a line of its own, exit code 2, said
+once per node. Tested by ``tests/training/test_command_line.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megamuon.arguments import ConfigError, ParsedConfig, parse_config
+from megamuon.mesh import MeshError, mesh_from_environment
+from megamuon.models import PRESETS
+from megamuon.training.checkpointing import read_checkpoint_args
+
+EXIT_USAGE = 2
+# A launcher ends the other ranks when the first one fails: let local rank 0 speak before that.
+SILENT_SECONDS = 1.0
+
+
+def parse_command_line(
+    argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None
+) -> ParsedConfig:
+    """The configuration, or SystemExit(2) after every problem was printed on standard error."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return parse_config(
+            words,
+            presets=PRESETS,
+            world_size=mesh_from_environment(device="cpu").world_size,
+            defaults=defaults,
+            read_checkpoint_args=read_checkpoint_args,
+        )
+    except (ConfigError, MeshError) as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr, flush=True)
+        else:
+            time.sleep(SILENT_SECONDS)
+        raise SystemExit(EXIT_USAGE) from None

@@ -1,0 +1,56 @@
+"""The datasets of the flags, built by all ranks of a run together.
+
+Owns the barrier and the comparison that the data room asks its caller for.  Invariant: ranks
+whose indices differ stop with a message that names them, before the first batch.  Tested by
+``tests/distributed/test_pretrain_ranks.py``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megamuon.arguments import Config
+from megamuon.data.build import build_train_valid_test
+from megamuon.data.index_cache import Ranks
+from megamuon.data.tokenizer import Tokenizer
+from megamuon.training.builders import data_spec
+from megamuon.training.failures import TrainingError
+
+
+def build_datasets(
+    config: Config, tokenizer: Tokenizer, samples: Sequence[int]
+) -> tuple[Any, Any, Any]:
+    """Training, validation and test set for ``samples`` of each; None where nothing is asked for.
+
+    A collective.  Raises what the data room raises, and TrainingError where ranks see other data.
+    """
+    train, valid, test = samples
+    spec = data_spec(config, tokenizer, (train, valid, test))
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return build_train_valid_test(spec)
+    ranks = Ranks(
+        rank=dist.get_rank(),
+        local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+        world_size=dist.get_world_size(),
+    )
+    return build_train_valid_test(spec, ranks=ranks, barrier=_barrier, compare=_compare)
+
+
+def _barrier(label: str) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, label)  # objects travel over gloo, also beside NCCL
+
+
+def _compare(label: str, digest: str) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (label, digest))
+    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
+    if different:
+        raise TrainingError(
+            f"{label}: ranks {different[:8]} have other contents than rank 0: let all ranks read"
+            " the same files"
+        )

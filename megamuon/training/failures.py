@@ -1,0 +1,171 @@
+"""How a run fails: one line that says what, where and what to do.
+
+Owns the classes of errors that need no traceback, the phase that a rank is in, and the last words
+of a rank whose peers are gone.  Invariants: every failure ends with a non-zero exit code on every
+rank; no rank waits for a peer that has left; a line that several ranks would print alike is
+printed once. Tested by ``tests/training/test_failures.py`` and
+``tests/distributed/test_pretrain_failures.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import sys
+import threading
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megamuon.arguments import ConfigError
+from megamuon.checkpoint import CheckpointError
+from megamuon.collectives import CollectiveError
+from megamuon.matrices import RoutingError
+from megamuon.mesh import MeshError
+from megamuon.metrics import WriterError
+from megamuon.models import ModelConfigError
+from megamuon.ownership import CostError, PlanError
+from megamuon.profiling import ProfilingError
+from megamuon.runtime.agreement import PlanMismatchError
+
+EXIT_FAILURE = 1
+TRACEBACK_VARIABLE = "MEGAMUON_TRACEBACK"
+DEBUG_LEVEL = 10  # --logging-level at or below which tracebacks are shown
+DESTROY_SECONDS = 10.0
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on for a reason that the user can act on."""
+
+
+KNOWN: tuple[type[BaseException], ...] = (
+    TrainingError,
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    CostError,
+    MeshError,
+    ModelConfigError,
+    PlanError,
+    PlanMismatchError,
+    ProfilingError,
+    RoutingError,
+    WriterError,
+)
+# In these phases the input of the user is read, so plain errors of these types speak of it.
+INPUT_PHASES = ("reading datasets", "reading a batch", "building the tokenizer")
+INPUT_ERRORS = (ValueError, OSError, ImportError, IndexError, RuntimeError)
+LOST = (
+    "connection closed by peer",
+    "connection reset",
+    "broken pipe",
+    "gloo",
+    "nccl",
+    "socket",
+    "timed out",
+    "timeout",
+)
+
+
+LOST_CONTACT = "lost contact with the other ranks"
+
+
+class Phase:
+    """What this rank is doing, for the message of a failure."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.name = "starting"
+        self.iteration = 0
+
+    def __call__(self, name: str, iteration: int | None = None) -> None:
+        """Enter a phase; ``iteration`` counts from 1 and stays when not given."""
+        self.name = name
+        if iteration is not None:
+            self.iteration = iteration
+
+    def __str__(self) -> str:
+        where = f" of iteration {self.iteration}" if self.iteration else ""
+        return f"{self.name}{where}"
+
+
+def lost_peers(error: BaseException) -> bool:
+    """Whether ``error`` is a collective's way of saying that another rank is gone or stuck."""
+    backend = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    if isinstance(error, backend):
+        return True
+    text = str(error).lower()
+    foreign = isinstance(error, CollectiveError) or not isinstance(error, KNOWN)
+    return foreign and isinstance(error, RuntimeError) and any(word in text for word in LOST)
+
+
+def _plain(text: str) -> str:
+    """A backend's message without its source position and advice."""
+    text = re.sub(r"\[\S*/\S*:\d+\] ", "", text)
+    return re.split(r"\.? This is typically", text)[0][:300]
+
+
+def describe(error: BaseException, phase: Phase) -> tuple[str, bool]:
+    """The line to print, and whether a traceback would tell the user more than the line."""
+    first = " ".join(str(error).split()) or type(error).__name__
+    if lost_peers(error):
+        return f"rank {phase.rank} {LOST_CONTACT} during {phase}: {_plain(first)}", False
+    if isinstance(error, KNOWN):
+        return f"error: {str(error).strip() or type(error).__name__}", False
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"rank {phase.rank} is out of memory during {phase}: {first[:500]}", False
+    if phase.name in INPUT_PHASES and isinstance(error, INPUT_ERRORS):
+        return f"error: {first}", False
+    return f"rank {phase.rank} failed during {phase}: {type(error).__name__}: {first}", True
+
+
+def report(error: BaseException, phase: Phase, *, debug: bool = False) -> None:
+    """Print the failure on standard error, once where several ranks fail alike."""
+    line, unknown = describe(error, phase)
+    # What only this rank can say is not looked up: the store may have died with its rank, and torch
+    # would print the stack of the failed look-up.
+    if LOST_CONTACT not in line and not unknown and _said_elsewhere(line):
+        return
+    if unknown or debug or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
+        line = "".join(traceback.format_exception(error)) + line
+    print(line, file=sys.stderr, flush=True)
+
+
+def _said_elsewhere(line: str) -> bool:
+    """Whether another rank has claimed this very line.  Without an answer, say it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    try:
+        store = dist.distributed_c10d._get_default_store()  # the only store that all ranks share
+        store.set_timeout(timedelta(seconds=5))
+        key = hashlib.sha256(line.encode()).hexdigest()[:32]
+        return store.add(f"megamuon/failure/{key}", 1) > 1
+    except Exception:  # the store may have died with its rank
+        return False
+
+
+def leave_group() -> None:
+    """Destroy the process group; end the process where that hangs on a peer that is gone."""
+    if not dist.is_initialized():
+        return
+
+    def destroy() -> None:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=destroy, daemon=True)
+    thread.start()
+    thread.join(DESTROY_SECONDS)
+    if thread.is_alive():
+        end_process(EXIT_FAILURE)
+
+
+def end_process(code: int) -> None:
+    """Leave at once, without destructors that may wait for peers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

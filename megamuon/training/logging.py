@@ -1,0 +1,302 @@
+"""What a training run prints and records.
+
+Owns who prints (the first rank what concerns the run, the last rank what concerns the training,
+as Megatron-LM does), when a log line is due, and what goes to TensorBoard and W&B.  Invariants:
+every collective in here is entered by all ranks; losses of the log line are means since the last
+one, scalars are those of their iteration. Tested by ``tests/training/test_loop.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megamuon.arguments import Config, config_to_json, format_config, values_from_config
+from megamuon.mesh import Mesh
+from megamuon.metrics import (
+    Interval,
+    LogRecord,
+    MetricsWriter,
+    ProgressDisplay,
+    Timers,
+    build_writer,
+    log_line,
+    memory_line,
+    memory_sizes,
+    slowest,
+    tflops_per_gpu,
+    timer_summary,
+    tokens_per_second,
+    validation_block,
+)
+from megamuon.ownership import OwnershipPlan, summarize
+from megamuon.runtime import Runtime
+
+CONFIG_FILE = "config.json"
+FIRST_MEMORY_LINES = 2  # iterations after which memory is always printed
+
+
+class Console:
+    """Standard output of the first and of the last rank."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.display: ProgressDisplay | None = None
+
+    def first(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.mesh.rank == 0:
+            self._write(text)
+
+    def last(self, text: str) -> None:
+        """Print on the last rank."""
+        if self.mesh.is_last:
+            self._write(text)
+
+    def _write(self, text: str) -> None:
+        if self.display is not None:
+            self.display.write(text)
+        else:
+            print(text, flush=True)
+
+
+def write_config(config: Config, mesh: Mesh) -> None:
+    """``config.json`` in the checkpoint and TensorBoard directories, by rank 0."""
+    logging_level = config.logging.logging_level
+    if logging_level is not None:
+        logging.getLogger().setLevel(logging_level)
+    if mesh.rank != 0:
+        return
+    for directory in {config.checkpoint.save, config.logging.tensorboard_dir} - {None}:
+        path = Path(str(directory))
+        path.mkdir(parents=True, exist_ok=True)
+        (path / CONFIG_FILE).write_text(config_to_json(config) + "\n", encoding="utf-8")
+
+
+def print_config(config: Config, notes: tuple[str, ...], console: Console) -> None:
+    """The resolved arguments and what became of mapped and accepted flags."""
+    for note in notes:
+        console.first(f"note: {note}")
+    console.first(format_config(config))
+
+
+def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
+    """Two lines: the plan's identity, and how even it is."""
+    report = summarize(plan)
+    rails = ", ".join(f"{rail.mib:.1f}" for rail in report.rails[:8])
+    more = ", ..." if len(report.rails) > 8 else ""
+    origin = "from the checkpoint" if reused else "made now"
+    return (
+        f"ownership plan {plan.digest[:16]} ({origin}): {report.units} units on"
+        f" {plan.topology.world} ranks, {report.idle_ranks} of them idle\n"
+        f"  MiB per rail: {rails}{more} | busiest over mean: NS time"
+        f" {report.busiest_over_mean_ns:.3f}, bytes {report.busiest_over_mean_bytes:.3f}"
+    )
+
+
+def describe_optimizer(config: Config, runtime: Runtime) -> str:
+    """The recipe in one line: what the numbers of Muon are, and how many matrices it has."""
+    routes = summarize(runtime.plan).routes
+    counts = ", ".join(f"{route} {count}" for route, count in routes.items() if count)
+    flags, muon = config.optimizer, runtime.config.optimizer.muon
+    if flags.optimizer != "muon":
+        return f"optimizer {flags.optimizer} | parameters by route: {counts}"
+    schulz = muon.newton_schulz
+    return (
+        f"optimizer muon | momentum {muon.momentum} ({muon.momentum_form}"
+        f"{', nesterov' if muon.nesterov else ''}) | scale {muon.scale} x {muon.extra_scale}"
+        f" | Newton-Schulz {flags.muon_coefficient_type}, {len(schulz.polynomials)} steps,"
+        f" form {schulz.form}, dtype {schulz.dtype} | weight decay {flags.weight_decay}"
+        f" | clip {flags.clip_grad} | parameters by route: {counts}"
+    )
+
+
+class RunLog:
+    """Log lines, scalars, timers and memory of one run."""
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        console: Console,
+        timers: Timers,
+        *,
+        train_iterations: int,
+        first_iteration: int,
+        flops_per_token: float | None,
+    ) -> None:
+        self.config = config
+        self.flags = config.logging
+        self.mesh = mesh
+        self.console = console
+        self.timers = timers
+        self.train_iterations = train_iterations
+        self.flops_per_token = flops_per_token
+        self.tokens = (config.training.global_batch_size or 0) * (config.model.seq_length or 0)
+        self.interval = Interval()
+        self.writer = self._open_writer() if mesh.is_last else MetricsWriter()
+        self._printed = False
+        self._memory_lines = 0
+        if mesh.is_last:
+            console.display = ProgressDisplay(
+                train_iterations, done=first_iteration, mode=self.flags.progress
+            )
+
+    def _open_writer(self) -> MetricsWriter:
+        writer = build_writer(
+            tensorboard_dir=self.flags.tensorboard_dir,
+            tensorboard_queue_size=self.flags.tensorboard_queue_size,
+            wandb_project=self.flags.wandb_project,
+            wandb_exp_name=self.flags.wandb_exp_name,
+            wandb_entity=self.flags.wandb_entity,
+            wandb_save_dir=self.flags.wandb_save_dir,
+            save=self.config.checkpoint.save,
+        )
+        writer.config(values_from_config(self.config))
+        return writer
+
+    def iteration(
+        self,
+        *,
+        number: int,
+        consumed: int,
+        skipped_samples: int,
+        losses: Mapping[str, float],
+        learning_rate: float,
+        gradient_norm: float | None,
+        zeros: int | None,
+        seconds: float,
+        skipped: bool,
+        runtime: Runtime,
+    ) -> None:
+        """Everything that follows one iteration.  All ranks call it alike."""
+        self.interval.add(losses, seconds, skipped=skipped)
+        due = number % self.flags.log_interval == 0
+        norm = None
+        if self.flags.log_params_norm and (due or not self._printed):
+            norm = runtime.parameter_norm()
+        base = LogRecord(
+            iteration=number,
+            train_iterations=self.train_iterations,
+            consumed_samples=consumed,
+            skipped_samples=skipped_samples,
+            milliseconds_per_iteration=1000.0 * seconds,
+            tflops_per_gpu=self._tflops(seconds),
+            learning_rate=learning_rate,
+            global_batch_size=self.config.training.global_batch_size or 0,
+            losses=dict(losses),
+            grad_norm=gradient_norm,
+            zeros_in_grad=zeros,
+            params_norm=norm,
+        )
+        self._scalars(base)
+        if due or not self._printed:
+            self._line(base)
+        if due:
+            self._timers(number)
+            self.interval.reset()
+        self._memory(number)
+        if self.console.display is not None:
+            loss = next(iter(losses.values()), None)
+            self.console.display.update(number, loss, tokens_per_second(self.tokens, seconds))
+
+    def _tflops(self, seconds: float) -> float | None:
+        if self.flops_per_token is None:
+            return None
+        return tflops_per_gpu(self.flops_per_token * self.tokens, seconds, self.mesh.world_size)
+
+    def _line(self, last: LogRecord) -> None:
+        interval = self.interval
+        seconds = interval.milliseconds_per_iteration / 1000.0
+        extra: dict[str, float | int | str] = {}
+        if self.flags.log_throughput:
+            extra["tokens per second"] = int(tokens_per_second(self.tokens, seconds))
+        record = LogRecord(
+            iteration=last.iteration,
+            train_iterations=last.train_iterations,
+            consumed_samples=last.consumed_samples,
+            skipped_samples=last.skipped_samples,
+            milliseconds_per_iteration=interval.milliseconds_per_iteration,
+            tflops_per_gpu=self._tflops(seconds) if self.flags.log_throughput else None,
+            learning_rate=last.learning_rate,
+            global_batch_size=last.global_batch_size,
+            losses=interval.mean_losses,
+            grad_norm=last.grad_norm,
+            zeros_in_grad=last.zeros_in_grad,
+            params_norm=last.params_norm,
+            extra=extra,
+            skipped_iterations=interval.skipped,
+            nan_iterations=interval.nan,
+        )
+        self._printed = True
+        self.console.last(log_line(record, datetime.now()))
+
+    def _scalars(self, record: LogRecord) -> None:
+        if not self.writer or record.iteration % self.flags.tensorboard_log_interval:
+            return
+        self.writer.training(
+            record,
+            loss_scale=self.flags.log_loss_scale_to_tensorboard,
+            world_size=self.mesh.world_size if self.flags.log_world_size_to_tensorboard else None,
+            throughput=self.flags.log_timers_to_tensorboard,
+        )
+        if self.flags.log_memory_to_tensorboard:
+            self.writer.memory(_memory_statistics(self.mesh.device), record.iteration)
+
+    def _timers(self, number: int) -> None:
+        if self.timers.level == 0:
+            return
+        mine = self.timers.elapsed(self.interval.iterations)
+        everyone = [mine]
+        if self.mesh.world_size > 1:
+            everyone = [{} for _ in range(self.mesh.world_size)]
+            dist.all_gather_object(everyone, mine)
+        self.console.last(timer_summary(everyone, self.timers.option))
+        if self.flags.log_timers_to_tensorboard:
+            self.writer.timers(slowest(everyone), number)
+
+    def _memory(self, number: int) -> None:
+        every = self.flags.log_memory_interval
+        first = self._memory_lines < FIRST_MEMORY_LINES
+        if first or (every is not None and number % every == 0):
+            self._memory_lines += 1
+            sizes = memory_sizes(self.mesh.device)
+            self.console.first(memory_line(self.mesh.rank, number, sizes))
+
+    def validation(
+        self, losses: Mapping[str, float], where: str, *, number: int, consumed: int, kind: str
+    ) -> None:
+        """A validation or test block; ``kind`` is "validation" or "test"."""
+        self.console.last(validation_block(where, losses))
+        if kind == "validation":
+            self.writer.validation(
+                losses,
+                number,
+                consumed,
+                with_perplexity=self.flags.log_validation_ppl_to_tensorboard,
+            )
+        else:
+            self.writer.scalars({f"{name} test": v for name, v in losses.items()}, number)
+
+    def close(self) -> None:
+        """Flush the writers and clear the live line."""
+        self.writer.close()
+        if self.console.display is not None:
+            self.console.display.close()
+            self.console.display = None
+
+
+def _memory_statistics(device: torch.device) -> Mapping[str, int]:
+    """The allocator's figures, and on a CPU the process's resident set in their place."""
+    if device.type == "cuda":
+        return torch.cuda.memory_stats(device)
+    sizes = memory_sizes(device)
+    return {
+        "allocated_bytes.all.current": sizes["resident"],
+        "allocated_bytes.all.peak": sizes["max resident"],
+    }

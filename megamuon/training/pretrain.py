@@ -1,0 +1,333 @@
+"""``pretrain``: from a parsed command line to a trained, saved and evaluated model.
+
+Owns the order of a run: process group, seeds, tokenizer-independent building, load, datasets,
+training, final save, validation, test.  Invariants: the entry script supplies providers and
+nothing else; whatever happens, the caller gets an exit code and no rank is left waiting.  The
+providers' contract is Megatron-LM's. Tested by ``tests/training`` and
+``tests/distributed/test_pretrain_*.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamuon.arguments import Config, ParsedConfig
+from megamuon.checkpoint import Ranks
+from megamuon.mesh import Mesh, initialise, mesh_from_environment
+from megamuon.metrics import Timers
+from megamuon.models import GPTConfig, flops_per_token
+from megamuon.optim import Schedule, ScheduleConfig
+from megamuon.runtime import Runtime, shard
+from megamuon.training.builders import (
+    runtime_config,
+    sample_counts,
+    schedule_config,
+    train_iterations,
+)
+from megamuon.training.checkpointing import (
+    Progress,
+    RunCheckpoints,
+    Source,
+    check_arguments,
+    find_source,
+)
+from megamuon.training.exits import ExitWatch
+from megamuon.training.failures import (
+    DEBUG_LEVEL,
+    EXIT_FAILURE,
+    Phase,
+    TrainingError,
+    end_process,
+    leave_group,
+    report,
+)
+from megamuon.training.logging import (
+    Console,
+    RunLog,
+    describe_optimizer,
+    describe_plan,
+    print_config,
+    write_config,
+)
+from megamuon.training.loop import Loop, Parts
+from megamuon.training.reports import ForwardStep
+
+DatasetsProvider = Callable[[Sequence[int]], tuple[Any, Any, Any]]
+ModelProvider = Callable[..., nn.Module]
+AtEnd = Callable[[nn.Module], str | None]
+
+# Ranks draw different dropout masks; far apart, so that no two seeds of one run meet.
+SEED_STRIDE = 1_000_003
+
+
+def pretrain(
+    train_valid_test_datasets_provider: DatasetsProvider,
+    model_provider: ModelProvider,
+    forward_step: ForwardStep,
+    *,
+    parsed: ParsedConfig,
+    layers: Sequence[type[nn.Module]] | None = None,
+    at_end: AtEnd | None = None,
+) -> int:
+    """Train as ``parsed`` says and return the exit code: 0, or 1 after a failure that was
+    printed.
+
+    ``train_valid_test_datasets_provider([train, valid, test])`` gets sample counts and returns
+    datasets or None. ``model_provider(pre_process=True, post_process=True)`` returns the model;
+    it is called on the meta device where the model can fill its own weights (``initialise_(name,
+    tensor, generator)``), else for real. ``forward_step(data_iterator, model)`` returns
+    ``(output, loss_function)``; see ``training.reports``. ``layers``: classes of the layer
+    groups, else the model's ``layer_classes``.  ``at_end(model)`` is called on all ranks after
+    the last evaluation; its text is printed.
+
+    A process group that exists is used and left alone; otherwise one is made from the launcher's
+    variables and destroyed.
+    """
+    phase = Phase()
+    # A caller that brings a process group goes on after a failure; else the process is ours to end.
+    owns_group = not dist.is_initialized()
+    several = False
+    try:
+        mesh = _mesh(parsed.config)
+        phase.rank, several = mesh.rank, mesh.world_size > 1
+        if owns_group:
+            phase("joining the process group")
+            minutes = parsed.config.distributed.distributed_timeout_minutes
+            initialise(mesh, timeout_minutes=minutes)
+        _Run(
+            train_valid_test_datasets_provider,
+            model_provider,
+            forward_step,
+            parsed=parsed,
+            mesh=mesh,
+            phase=phase,
+            layers=layers,
+            at_end=at_end,
+        )()
+        code = 0
+    except KeyboardInterrupt:
+        code = 130  # 128 + SIGINT, as shells report it
+    except Exception as error:
+        level = parsed.config.logging.logging_level
+        report(error, phase, debug=level is not None and level <= DEBUG_LEVEL)
+        code = EXIT_FAILURE
+    if owns_group:
+        if code and several:
+            end_process(code)
+        leave_group()
+    return code
+
+
+def _mesh(config: Config) -> Mesh:
+    backend = config.distributed.distributed_backend
+    device = {"gloo": "cpu", "nccl": "cuda", None: None}[backend]
+    if not dist.is_initialized():
+        return mesh_from_environment(device=device)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    cuda = "nccl" in dist.get_backend() or (torch.cuda.is_available() and device != "cpu")
+    return Mesh(
+        world_size=world,
+        rank=rank,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        rows=1,
+        columns=world,
+        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        backend=dist.get_backend(),
+    )
+
+
+def seed_everything(config: Config, rank: int) -> None:
+    """Seed Python, NumPy and torch of this rank, and choose the kernels that the flags ask for.
+
+    Initial weights and data order have seeds of their own; what is left is dropout.
+    """
+    seed = config.training.seed + SEED_STRIDE * rank
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision(config.optimizer.muon_fp32_matmul_prec)
+    if config.training.deterministic_mode:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def build_model(provider: ModelProvider, seed: int) -> nn.Module:
+    """The provider's model: on the meta device if it fills its own weights, else made for real."""
+    with torch.device("meta"):
+        model = provider(pre_process=True, post_process=True)
+    if hasattr(model, "initialise_"):
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # the same weights on every rank
+        return provider(pre_process=True, post_process=True)
+
+
+class _Run:
+    """The parts of one call of ``pretrain``, in the order in which they are made."""
+
+    def __init__(
+        self,
+        datasets: DatasetsProvider,
+        model: ModelProvider,
+        forward_step: ForwardStep,
+        *,
+        parsed: ParsedConfig,
+        mesh: Mesh,
+        phase: Phase,
+        layers: Sequence[type[nn.Module]] | None,
+        at_end: AtEnd | None,
+    ) -> None:
+        self.datasets_provider = datasets
+        self.model_provider = model
+        self.forward_step = forward_step
+        self.parsed = parsed
+        self.config = parsed.config
+        self.mesh = mesh
+        self.phase = phase
+        self.layers = layers
+        self.at_end = at_end
+        self.console = Console(mesh)
+        self.watch = ExitWatch(self.config, started=time.monotonic())
+
+    def __call__(self) -> None:
+        seed_everything(self.config, self.mesh.rank)
+        print_config(self.config, self.parsed.notes, self.console)
+        write_config(self.config, self.mesh)
+        ranks = Ranks.create()
+        with self.watch.armed():
+            parts = self._parts(ranks)
+            try:
+                self._work(Loop(parts))
+                parts.checkpoints.finish()
+            finally:
+                parts.log.close()
+        ranks.close()
+
+    def _work(self, loop: Loop) -> None:
+        training, flags = self.config.training, self.config.validation
+        reason = None
+        if not training.skip_train:
+            reason = loop.train()
+            if reason is None and loop.progress.iteration > 0:
+                loop.save()
+        if reason is not None:
+            self.console.last(reason)
+            return
+        where = f"iteration {loop.progress.iteration}"
+        if flags.eval_iters > 0:
+            loop.validate(f"{where} on validation set")
+            if not loop.requests.any:
+                loop.test(f"{where} on test set")
+        if loop.requests.any:
+            minutes = self.watch.elapsed_minutes
+            self.console.last(self.watch.reason(loop.requests, 0, minutes=minutes) or "")
+            return
+        if self.at_end is not None:
+            self.phase("the end of the run", 0)
+            text = self.at_end(loop.parts.runtime.model)
+            if text is not None:
+                self.console.first(text)
+
+    def _parts(self, ranks: Ranks) -> Parts:
+        config, mesh = self.config, self.mesh
+        self.phase("looking for a checkpoint")
+        source = find_source(config, ranks, self.console)
+        if source is not None:
+            check_arguments(config, source)
+        self.phase("building the model")
+        runtime = self._runtime(source)
+        schedule = Schedule(_schedule(config))
+        checkpoints = RunCheckpoints(config, mesh, ranks, self.console)
+        progress = Progress()
+        if source is not None:
+            self.phase("loading a checkpoint")
+            unread = config.training.skip_train
+            progress = checkpoints.resume(source, runtime, None if unread else schedule)
+            checkpoints.last_saved = self._already_saved(source, progress)
+        self.phase("reading datasets")
+        datasets = self.datasets_provider(list(sample_counts(config)))
+        sync = torch.cuda.synchronize if mesh.device.type == "cuda" else None
+        level = config.logging.timing_log_level
+        timers = Timers(
+            level, config.logging.timing_log_option, synchronize=sync if level else None
+        )
+        flops = self._flops_per_token(runtime.model)
+        log = RunLog(
+            config,
+            mesh,
+            self.console,
+            timers,
+            train_iterations=train_iterations(config),
+            first_iteration=progress.iteration,
+            flops_per_token=flops,
+        )
+        checkpoints.event("Starting job")
+        return Parts(
+            config=config,
+            mesh=mesh,
+            console=self.console,
+            phase=self.phase,
+            timers=timers,
+            runtime=runtime,
+            schedule=schedule,
+            progress=progress,
+            checkpoints=checkpoints,
+            watch=self.watch,
+            log=log,
+            datasets=datasets,
+            forward_step=self.forward_step,
+            flops_per_token=flops,
+        )
+
+    def _already_saved(self, source: Source, progress: Progress) -> int | None:
+        """A run that has nothing left to do need not write its checkpoint again."""
+        same = self.config.checkpoint.save == self.config.checkpoint.load
+        return progress.iteration if same and not source.weights_only else None
+
+    def _runtime(self, source: Source | None) -> Runtime:
+        model = build_model(self.model_provider, self.config.training.seed)
+        layers = self.layers or getattr(model, "layer_classes", None)
+        if not layers:
+            raise TrainingError(
+                f"{type(model).__name__} has no layer_classes: pass layers=(LayerClass,) to"
+                " pretrain"
+            )
+        fill = getattr(model, "initialise_", None)
+
+        def initial(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+            fill(name, tensor, generator)
+
+        plan = source.plan_for(self.mesh.world_size) if source is not None else None
+        runtime = shard(
+            model,
+            layers=tuple(layers),
+            config=runtime_config(self.config),
+            initial=initial if fill is not None else None,
+            plan=plan,
+            device=self.mesh.device,
+        )
+        self.console.first(runtime.report())
+        self.console.first(describe_plan(runtime.plan, reused=plan is not None))
+        self.console.first(describe_optimizer(self.config, runtime))
+        return runtime
+
+    def _flops_per_token(self, model: nn.Module) -> float | None:
+        config = getattr(model, "config", None)
+        if not isinstance(config, GPTConfig):
+            return None  # a foreign model: throughput in tokens only
+        return flops_per_token(config, self.config.model.seq_length or 1)
+
+
+def _schedule(config: Config) -> ScheduleConfig:
+    if config.training.skip_train:
+        return ScheduleConfig(max_lr=1.0, decay_steps=1, style="constant")  # nothing will read it
+    return schedule_config(config)

@@ -1,0 +1,78 @@
+"""Pretrain a dense decoder: providers and a forward step for ``megamuon.training.pretrain``.
+
+Start it alone, or on several ranks::
+
+    torchrun --nproc-per-node 2 pretrain_gpt.py --model tiny --mock-data --tokenizer-type byte \\
+        --seq-length 256 --micro-batch-size 4 --train-iters 100 --lr 1e-2
+
+Tested by ``tests/training`` and ``tests/distributed/test_pretrain_*.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megamuon.models import GPT
+from megamuon.training import (
+    build_datasets,
+    model_config,
+    parse_command_line,
+    pretrain,
+    sample_text,
+    tokenizer_of,
+)
+
+
+def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the token losses (nats) that the mask keeps, their number, and the report of both.
+
+    ``loss_mask`` and ``losses`` are ``(micro_batch, positions)``.
+    """
+    mask = loss_mask.to(losses.dtype)
+    total, count = (losses * mask).sum(), mask.sum()
+    return total, count, {"lm loss": torch.stack([total.detach(), count])}
+
+
+def forward_step(
+    data_iterator: Iterator[Any], model: nn.Module, *, reset_positions: bool = False
+) -> tuple[Tensor, Any]:
+    """One micro-batch: token losses, and the function that sums them.
+
+    Without ``reset_positions`` every sample has the positions 0, 1, 2, ..., which the model knows.
+    """
+    batch = next(data_iterator)
+    losses = model(
+        batch["tokens"],
+        position_ids=batch["position_ids"] if reset_positions else None,
+        labels=batch["labels"],
+        document_ids=batch.get("document_ids"),  # with --reset-attention-mask
+    )
+    return losses, partial(loss_function, batch["loss_mask"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the command line and train; returns the exit code."""
+    parsed = parse_command_line(argv)
+    config = parsed.config
+
+    def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
+        return GPT(model_config(config, tokenizer_of(config)))
+
+    def datasets_provider(samples: Sequence[int]) -> tuple[Any, Any, Any]:
+        return build_datasets(config, tokenizer_of(config), samples)
+
+    def at_end(model: nn.Module) -> str | None:
+        return sample_text(config, tokenizer_of(config), model)
+
+    step = partial(forward_step, reset_positions=config.data.reset_position_ids)
+    return pretrain(datasets_provider, model_provider, step, parsed=parsed, at_end=at_end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""Flags arrive in the settings of every room."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamuon.arguments import Config, parse_config
+from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.models import PRESETS
+from megamuon.optim import MuonConfig, Schedule
+from megamuon.training.builders import (
+    batches,
+    muon_config,
+    rate_of,
+    runtime_config,
+    sample_counts,
+    schedule_config,
+    tokenizer_of,
+    train_iterations,
+    vocabulary_rows,
+)
+from tests.support.training import flags
+
+
+def config_of(world: int = 1, **changes: object) -> Config:
+    return parse_config(flags(**changes), presets=PRESETS, world_size=world).config
+
+
+def test_batches_divide_over_ranks() -> None:
+    sizes = batches(config_of(world=2, global_batch_size=12), 2)
+    assert (sizes.micro, sizes.total, sizes.count) == (2, 12, 3)
+
+
+def test_sample_counts_follow_megatrons_rule() -> None:
+    config = config_of(train_iters=10, global_batch_size=4, eval_interval=3, eval_iters=5)
+    assert sample_counts(config) == (40, (10 // 3 + 1) * 5 * 4, 5 * 4)
+    assert sample_counts(config_of(train_iters=None, skip_train=True)) == (0, 4, 4)
+    samples = config_of(train_iters=None, train_samples=44, global_batch_size=4)
+    assert train_iterations(samples) == 11
+    assert sample_counts(samples)[0] == 44
+
+
+def test_schedule_counts_samples() -> None:
+    config = config_of(
+        train_iters=100,
+        global_batch_size=4,
+        lr_decay_style="WSD",
+        lr_wsd_decay_iters=20,
+        lr_warmup_iters=10,
+        min_lr=1e-3,
+        weight_decay=0.3,
+    )
+    made = schedule_config(config)
+    assert (made.decay_steps, made.warmup_steps, made.wsd_steps) == (400, 40, 80)
+    assert (made.max_lr, made.min_lr, made.start_wd, made.end_wd) == (1e-2, 1e-3, 0.3, 0.3)
+    fraction = schedule_config(config_of(train_iters=100, lr_warmup_fraction=0.125))
+    assert fraction.warmup_steps == 0.125 * 200
+    samples = schedule_config(config_of(train_iters=None, train_samples=50, lr_warmup_samples=7))
+    assert (samples.decay_steps, samples.warmup_steps) == (50, 7)
+
+
+def test_weight_decay_schedule() -> None:
+    made = schedule_config(
+        config_of(weight_decay_incr_style="cosine", start_weight_decay=0.1, end_weight_decay=0.2)
+    )
+    assert (made.start_wd, made.end_wd, made.wd_style, made.wd_steps) == (0.1, 0.2, "cosine", 12)
+
+
+def test_muon_flags() -> None:
+    made = muon_config(
+        config_of(
+            muon_momentum=0.9,
+            no_muon_nesterov=True,
+            muon_scale_mode="unit_rms_norm",
+            muon_extra_scale_factor=0.5,
+            muon_num_ns_steps=4,
+            muon_coefficient_type="quintic",
+            ns_form="gram",
+            ns_restarts=[2],
+        )
+    )
+    assert (made.momentum, made.nesterov, made.scale, made.extra_scale) == (
+        0.9,
+        False,
+        "unit_rms_norm",
+        0.5,
+    )
+    schulz = made.newton_schulz
+    assert (schulz.coefficients, schulz.steps, schulz.form) == ("quintic", 4, "gram")
+    assert schulz.restarts == (2,)
+
+
+def test_torch_preset_is_torch_optim_muon() -> None:
+    made = muon_config(config_of(muon_preset="torch"))
+    wanted = replace(MuonConfig.torch_preset(ns_steps=5), scale="shape_scaling")
+    assert made == wanted
+
+
+@pytest.mark.parametrize(
+    ("changes", "compute", "reduce", "master"),
+    [
+        ({}, torch.float32, torch.float32, torch.float32),
+        ({"bf16": True}, torch.bfloat16, torch.float32, torch.float32),
+        (
+            {"bf16": True, "grad_reduce_in_bf16": True},
+            torch.bfloat16,
+            torch.bfloat16,
+            torch.float32,
+        ),
+        ({"fp64": True}, torch.float64, torch.float64, torch.float64),
+    ],
+)
+def test_number_formats(
+    changes: dict[str, object], compute: torch.dtype, reduce: torch.dtype, master: torch.dtype
+) -> None:
+    made = runtime_config(config_of(**changes))
+    assert (made.compute_dtype, made.reduce_dtype, made.master_dtype) == (compute, reduce, master)
+
+
+def test_runtime_flags() -> None:
+    made = runtime_config(
+        config_of(
+            zero_stage=2,
+            collectives="per_owner",
+            owner_unit_threshold=7,
+            owner_planner="numel",
+            owner_byte_cap=0.25,
+            no_owner_layer_spreading=True,
+            no_owner_column_balance=True,
+            seed=5,
+            clip_grad=0.5,
+            adam_beta2=0.9,
+        )
+    )
+    assert (made.zero_stage, made.collectives, made.unit_threshold) == (2, "per_owner", 7)
+    planner = made.planner
+    assert (planner.policy, planner.byte_cap) == ("numel", 1.25)
+    assert not planner.spread_layers
+    assert not planner.balance_columns
+    assert (made.seed, made.optimizer.clip, made.optimizer.adamw.beta2) == (5, 0.5, 0.9)
+    even = runtime_config(config_of(optimizer="adam", param_layout="even", owner_byte_cap="none"))
+    assert not even.owner_layout
+    assert even.planner.byte_cap is None
+    assert even.optimizer.matrices == "adam"
+
+
+def test_decoupled_learning_rate() -> None:
+    config = config_of(lr_decay_style="linear", decoupled_lr=4e-2, min_lr=2e-3)
+    schedule = Schedule(schedule_config(config))
+    schedule.advance(6)  # half of six steps of two samples
+    rate = rate_of(config, schedule)
+    matrix, table, head = (parameter(kind) for kind in (Kind.MATRIX, Kind.EMBEDDING, Kind.HEAD))
+    assert rate(matrix) == pytest.approx((1e-2 + 2e-3) / 2)
+    assert rate(table) == rate(head) == pytest.approx((4e-2 + 2e-3) / 2)
+    floor = config_of(lr_decay_style="linear", decoupled_lr=4e-2, decoupled_min_lr=0.0)
+    assert rate_of(floor, schedule)(table) == pytest.approx(2e-2)
+    assert rate_of(config_of(), Schedule(schedule_config(config_of())))(head) == 1e-2
+
+
+def parameter(kind: Kind) -> LogicalParameter:
+    return LogicalParameter(
+        name=kind.value,
+        shape=(2, 2),
+        kind=kind,
+        route=Route.ADAMW_OWNER,
+        layout=Layout.OWNER,
+        reason="",
+    )
+
+
+def test_vocabulary_rows() -> None:
+    config = config_of(model="tiny")
+    assert vocabulary_rows(config, tokenizer_of(config)) == 320  # 257 ids in multiples of 64
+    given = config_of(padded_vocab_size=300)
+    assert vocabulary_rows(given, tokenizer_of(given)) == 300
+    short = replace(given, tokenizer=replace(given.tokenizer, padded_vocab_size=100))
+    with pytest.raises(ValueError, match="--padded-vocab-size 100.*257 ids"):
+        vocabulary_rows(short, tokenizer_of(short))

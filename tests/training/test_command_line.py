@@ -1,0 +1,37 @@
+"""A bad command line: every problem, exit code 2."""
+
+from __future__ import annotations
+
+import pytest
+
+from megamuon.training import parse_command_line
+from tests.support.training import flags
+
+
+def test_all_problems_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    words = flags(lr=None, save="somewhere", zero_stage=2) + [
+        "--zero-stagg",
+        "3",
+        "--bf16",
+        "--fp64",
+    ]
+    with pytest.raises(SystemExit) as stopped:
+        parse_command_line(words)
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    text = "\n".join(lines)
+    for part in ("--lr", "--save somewhere: needs --save-interval", "--zero-stage", "--bf16 and"):
+        assert part in text
+    assert len(lines) == 4
+
+
+def test_other_local_ranks_stay_silent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamuon.training.command_line.SILENT_SECONDS", 0.0)
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        parse_command_line(flags(lr=None))
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,59 @@
+"""Loss reports of both styles, and their means."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megamuon.mesh import Mesh
+from megamuon.training.reports import Sums, micro_batch_loss
+
+ALONE = Mesh(
+    world_size=1,
+    rank=0,
+    local_rank=0,
+    rows=1,
+    columns=1,
+    device=torch.device("cpu"),
+    backend="gloo",
+)
+
+
+def test_new_style_divides_by_tokens() -> None:
+    loss, report = micro_batch_loss((torch.tensor(12.0), 4, {"lm loss": torch.tensor([12.0, 4])}))
+    assert float(loss) == 3.0
+    assert list(report) == ["lm loss"]
+    nothing, _ = micro_batch_loss((torch.tensor(0.0), torch.tensor(0), {}))
+    assert float(nothing) == 0.0
+
+
+def test_old_style_is_a_mean_already() -> None:
+    loss, _ = micro_batch_loss((torch.tensor(2.5), {"lm loss": torch.tensor(2.5)}))
+    assert float(loss) == 2.5
+    with pytest.raises(TypeError, match="1 values"):
+        micro_batch_loss((torch.tensor(1.0),))
+
+
+def test_pairs_weigh_by_count_and_single_numbers_do_not() -> None:
+    sums = Sums()
+    sums.add({"pair": torch.tensor([10.0, 10.0]), "single": torch.tensor(1.0)})
+    sums.add({"pair": torch.tensor([6.0, 2.0]), "single": torch.tensor([4.0])})
+    means, extra = sums.reduced(ALONE, [1.0, 0.0])
+    assert means == {"pair": 16.0 / 12.0, "single": 2.5}
+    assert extra == [1.0, 0.0]
+    with pytest.raises(ValueError, match="3 numbers"):
+        sums.add({"pair": torch.zeros(3)})
+
+
+def test_not_finite_is_seen_in_report_and_in_loss() -> None:
+    sums = Sums()
+    sums.add({"a": torch.tensor([1.0, 1.0])}, torch.tensor(1.0))
+    assert sums.finite()
+    sums.add({"a": torch.tensor([1.0, 1.0])}, torch.tensor(float("inf")))
+    assert not sums.finite()
+    other = Sums()
+    other.add({"a": torch.tensor([math.nan, 1.0])})
+    assert not other.finite()
+    assert math.isnan(other.reduced(ALONE, [])[0]["a"])
