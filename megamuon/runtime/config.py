@@ -54,7 +54,7 @@ class RuntimeConfig:
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     ns_cost: str = "closed-form"  # measured, file or closed-form
     ns_cost_file: str | None = None
-    ns_cost_cache: str | None = None
+    ns_cost_cache: str | None = None  # a directory; measured times are kept there
     seed: int = 1234
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 

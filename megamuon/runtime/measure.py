@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from megamuon.ownership.planner import muon_shapes
 from megamuon.runtime.config import RuntimeConfig
 
 REPEATS = 5
+CACHE = "newton_schulz_times.json"  # in the directory of --ns-cost-cache
 
 
 def device_name(device: torch.device) -> str:
@@ -90,6 +92,6 @@ def cost_function(
             newton_schulz=repr(muon.newton_schulz),
             torch_version=torch.__version__,
         ),
-        cache_path=config.ns_cost_cache,
+        cache_path=None if config.ns_cost_cache is None else Path(config.ns_cost_cache) / CACHE,
         combine=lambda times: median_over_ranks(times, group),
     )

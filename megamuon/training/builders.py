@@ -199,7 +199,7 @@ def runtime_config(config: Config) -> RuntimeConfig:
         unit_threshold=owners.owner_unit_threshold,
         planner=PlannerSettings(
             policy=owners.owner_planner,
-            byte_cap=None if owners.owner_byte_cap is None else 1 + owners.owner_byte_cap,
+            byte_cap=owners.owner_byte_cap,
             spread_layers=owners.owner_layer_spreading,
             balance_columns=owners.owner_column_balance,
         ),

@@ -316,7 +316,7 @@ class _Run:
             device=self.mesh.device,
         )
         self.console.first(runtime.report())
-        self.console.first(describe_plan(runtime.plan, reused=plan is not None))
+        self.console.first(describe_plan(runtime.plan, reused=runtime.plan is plan))
         self.console.first(describe_optimizer(self.config, runtime))
         return runtime
 

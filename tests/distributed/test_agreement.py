@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from megamuon.ownership.settings import PlannerSettings
 from megamuon.runtime import RuntimeConfig, shard
 from megamuon.runtime.agreement import PlanMismatchError
-from megamuon.runtime.measure import median_over_ranks
+from megamuon.runtime.measure import CACHE, median_over_ranks
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import SCENARIOS, Block, build
 
@@ -60,6 +62,16 @@ def test_different_settings_are_found_too(results: list[dict]) -> None:
 def test_measured_costs_are_shared(results: list[dict]) -> None:
     assert len({r["measured"] for r in results}) == 1
     assert all(r["median"] == [1.0, 9.0] for r in results)
+
+
+def test_measured_times_are_kept_and_taken_from_the_cache(tmp_path: Path) -> None:
+    config = RuntimeConfig(
+        unit_threshold=50, ns_cost="measured", ns_cost_cache=str(tmp_path / "times")
+    )
+    first = shard(build(SCENARIOS["plain"]).float(), layers=(Block,), config=config).plan
+    again = shard(build(SCENARIOS["plain"]).float(), layers=(Block,), config=config).plan
+    assert (tmp_path / "times" / CACHE).is_file()
+    assert again.costs == first.costs and any(first.costs)
 
 
 def test_a_stored_plan_is_reused_where_it_fits() -> None:

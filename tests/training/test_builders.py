@@ -137,7 +137,7 @@ def test_runtime_flags() -> None:
     )
     assert (made.zero_stage, made.collectives, made.unit_threshold) == (2, "per_owner", 7)
     planner = made.planner
-    assert (planner.policy, planner.byte_cap) == ("numel", 1.25)
+    assert (planner.policy, planner.byte_cap) == ("numel", 0.25)
     assert not planner.spread_layers
     assert not planner.balance_columns
     assert (made.seed, made.optimizer.clip, made.optimizer.adamw.beta2) == (5, 0.5, 0.9)
