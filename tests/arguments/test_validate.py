@@ -171,7 +171,7 @@ GOOD = [
 
 @pytest.mark.parametrize(("words", "base"), GOOD)
 def test_good_command_lines_have_no_problem(words, base):
-    parse(words, base=base)
+    assert not problems(words, base=base)
 
 
 def test_everything_required_is_asked_for_at_once():
