@@ -6,14 +6,17 @@ group that computes is gathered; nothing that autograd may still read is release
 forward neither prefetches, records, nor releases. Tested by
 ``tests/distributed/test_runtime_rules.py`` and the equivalence tests.
 
-[Note: what may be released when] ZeRO-3 releases a group after its forward and gathers it again for
-its backward; ZeRO-2 keeps it in between. A group that several modules use (tied weights), and the
-group of loose root parameters, is *kept* from forward to backward at either stage: it is needed at
-both ends of the pass, where a second gather would have to overtake all others. After a forward
-without gradients everything is released at either stage. In the backward pass a group is released
-when its reduction is launched: by then all of its trainable parameters have their gradients, so
-every operation that read them has run. A group with frozen members has no such sign for those, and
-waits for the gradients of its module's inputs.
+[Note: what may be released when]
+
+ZeRO-3 releases a group after its forward and gathers it again for its backward; ZeRO-2 keeps it in
+between. A group that several modules use (tied weights), and the group of loose root parameters, is
+*kept* from forward to backward at either stage: it is needed at both ends of the pass, where a
+second gather would have to overtake all others. After a forward without gradients everything is
+released at either stage.
+
+In the backward pass a group is released when its reduction is launched: by then all of its
+trainable parameters have their gradients, so every operation that read them has run. A group with
+frozen members has no such sign for those, and waits for the gradients of its module's inputs.
 """
 
 from __future__ import annotations
@@ -168,16 +171,12 @@ class Engine:
         group.wait_gathered()
 
     def _reach(self, group: LayerGroup) -> None:
-        """Move the gather order up to ``group``; a no-op for what is gathered, and for kept
-        groups.
-        """
+        """Move the gather order up to ``group``; kept groups are not in it."""
         if group.index not in self.kept:
             self._issue(self.backward_order.through(group.index))
 
     def enter_backward(self, group: LayerGroup) -> None:
-        """A gradient has reached an output of ``group``'s module: gather, then prefetch the next
-        one.
-        """
+        """A gradient has reached an output of ``group``'s module: gather, prefetch the next."""
         self.need_backward(group)
         if group.index in self.kept:
             return
@@ -186,9 +185,7 @@ class Engine:
             self._issue(self.backward_order.through(following))
 
     def inputs_done(self, group: LayerGroup) -> None:
-        """The gradients of a module's inputs are complete: its frozen weights are no longer
-        read.
-        """
+        """The gradients of a module's inputs are complete: its weights are no longer read."""
         if group.index in self.kept:
             return
         self._inputs_done.add(group.index)
@@ -196,9 +193,7 @@ class Engine:
             group.release_weights()
 
     def gradient(self, group: LayerGroup, name: str, parameter: nn.Parameter) -> None:
-        """``parameter`` has its gradient of this backward pass: in its slot already, or in
-        ``.grad``.
-        """
+        """``parameter`` has its gradient of this pass: in its slot already, or in ``.grad``."""
         self._begin_backward()
         # A reduced group is a released one: the gather order must have passed it first, or the
         # sweep would gather it again on this rank alone.
@@ -237,9 +232,7 @@ class Engine:
         self._outstanding.append(group)
 
     def _accumulate(self, group: LayerGroup) -> None:
-        """Keep this micro-batch's gradients: in the slots if they are wide enough, else in an FP32
-        sum.
-        """
+        """Keep this micro-batch's gradients: in slots that are wide enough, else in an FP32 sum."""
         if group.gradients.raw.dtype.itemsize >= 4:
             return  # the slots stay alive and `written`: the next micro-batch adds to them
         self._fold(group)
@@ -265,9 +258,7 @@ class Engine:
         return source
 
     def _end_backward(self) -> None:
-        """The sweep: complete both orders, so that no rank misses a collective; release what is
-        left.
-        """
+        """The sweep: complete both orders, so that no rank misses a collective; release all."""
         self._issue(self.backward_order.rest())
         for index in self.reduce_order.rest():
             self._reduce(self.groups[index])
@@ -293,16 +284,9 @@ class Engine:
             self._outstanding.popleft().finish_reduction()
 
     def reduce_accumulated(self) -> None:
-        """Reduce what micro-batches under ``accumulate_only`` have left behind, in the frozen
-        order.
-        """
+        """Reduce what micro-batches under ``accumulate_only`` left behind, in the frozen order."""
         self.accumulate_only = False
         for index in self.reduce_order.order:
             self._reduce(self.groups[index])
         self._reduced.clear()
         self.accumulated = False
-
-
-ROOT_GROUP = (
-    ""  # name of the group of parameters outside every layer that are no token table or head
-)

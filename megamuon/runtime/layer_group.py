@@ -20,6 +20,8 @@ from megamuon.matrices import LogicalParameter
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.buffers import FlatBuffer, place
 
+ROOT_GROUP = ""  # name of the group of loose parameters: outside every layer, and no sliced table
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSegment:

@@ -5,12 +5,14 @@ whatever a rank uses or skips, the sequence of issued groups is a prefix of the 
 and ``rest()`` completes it; so no rank can misalign another's collectives. Tested by
 ``tests/runtime/test_order.py``.
 
-[Note: frozen order] A collective only works if every rank makes the same calls in the same order.
-Ranks may use a model differently (a branch skipped on one rank, a parameter without a gradient on
-another), so the order of calls must not follow the order of use. Each communicator therefore has a
-frozen list of groups. A group that is needed is issued together with everything before it in the
-list; what nobody asked for is issued at the end of the pass. Reductions wait the other way round: a
-group that is ready is held back until all of its predecessors are.
+[Note: frozen order]
+
+A collective only works if every rank makes the same calls in the same order. Ranks may use a model
+differently (a branch skipped on one rank, a parameter without a gradient on another), so the order
+of calls must not follow the order of use. Each communicator therefore has a frozen list of groups.
+A group that is needed is issued together with everything before it in the list; what nobody asked
+for is issued at the end of the pass. Reductions wait the other way round: a group that is ready is
+held back until all of its predecessors are.
 """
 
 from __future__ import annotations

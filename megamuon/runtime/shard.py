@@ -27,8 +27,8 @@ from megamuon.ownership.settings import Topology
 from megamuon.runtime import hooks
 from megamuon.runtime.agreement import exchange_plan, integers_of_rank_zero
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
-from megamuon.runtime.engine import ROOT_GROUP, Engine
-from megamuon.runtime.layer_group import LayerGroup
+from megamuon.runtime.engine import Engine
+from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
 from megamuon.runtime.measure import cost_function
 from megamuon.runtime.runtime import Runtime
 from megamuon.runtime.step import OwnerStep
