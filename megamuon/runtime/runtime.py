@@ -152,6 +152,11 @@ class Runtime:
         """Routes, reasons and counts."""
         return routing_report(self.plan.parameters)
 
+    def copied_share(self) -> float:
+        """Share of the gradient bytes that were copied into their slots instead of born there."""
+        copied, born = self.engine.copied_bytes, self.engine.born_bytes
+        return copied / (copied + born) if copied + born else 0.0
+
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds right now, by kind."""
         state = (t for tensors in self._step.state.values() for t in tensors.values())

@@ -99,6 +99,15 @@ def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
     )
 
 
+def runtime_line(runtime: Runtime) -> str:
+    """What this rank's runtime holds between steps in MB, and how gradients reached their slots."""
+    held = " | ".join(
+        f"{kind.replace('_', ' ')}: {size / 1e6:.2f}" for kind, size in runtime.memory().items()
+    )
+    share = runtime.copied_share()
+    return f"[owner runtime] memory (MB) | {held} | gradient bytes copied into slots: {share:.2%}"
+
+
 def describe_optimizer(config: Config, runtime: Runtime) -> str:
     """The recipe in one line: what the numbers of Muon are, and how many matrices it has."""
     routes = summarize(runtime.plan).routes
@@ -200,7 +209,7 @@ class RunLog:
         if due:
             self._timers(number)
             self.interval.reset()
-        self._memory(number)
+        self._memory(number, runtime)
         if self.console.display is not None:
             loss = next(iter(losses.values()), None)
             self.console.display.update(number, loss, tokens_per_second(self.tokens, seconds))
@@ -260,13 +269,14 @@ class RunLog:
         if self.flags.log_timers_to_tensorboard:
             self.writer.timers(slowest(everyone), number)
 
-    def _memory(self, number: int) -> None:
+    def _memory(self, number: int, runtime: Runtime) -> None:
         every = self.flags.log_memory_interval
         first = self._memory_lines < FIRST_MEMORY_LINES
         if first or (every is not None and number % every == 0):
             self._memory_lines += 1
             sizes = memory_sizes(self.mesh.device)
             self.console.first(memory_line(self.mesh.rank, number, sizes))
+            self.console.first(runtime_line(runtime))
 
     def validation(
         self, losses: Mapping[str, float], where: str, *, number: int, consumed: int, kind: str

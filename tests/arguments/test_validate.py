@@ -7,7 +7,7 @@ import pytest
 from megamuon.arguments import Config
 from megamuon.arguments.facts import Facts
 from megamuon.arguments.validate import CHECKS
-from tests.support.command_lines import BASE, parse, problems
+from tests.support.command_lines import BASE, problems
 
 FILES = BASE.replace("--mock-data", "")
 SAMPLES = BASE.replace("--train-iters 10", "--train-samples 100")
