@@ -20,7 +20,7 @@ EXTRAS = {
     "gpu": ["triton", "transformer-engine[pytorch]"],
     "huggingface": ["transformers>=4.56"],
     "wandb": ["wandb"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff>=0.9", "transformers>=4.56"],
+    "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff==0.17.6", "transformers>=4.56"],
 }
 
 

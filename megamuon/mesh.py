@@ -9,6 +9,7 @@ environment variables. Tested by ``tests/test_mesh.py``.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,6 +101,11 @@ def mesh_from_environment(
     kind = device or ("cuda" if count else "cpu")
     if kind not in ("cpu", "cuda"):
         raise MeshError(f"device {kind!r} is neither 'cpu' nor 'cuda'")
+    if kind == "cuda" and not count:
+        raise MeshError(
+            "this node has no GPU that torch can use, and --distributed-backend nccl needs one: "
+            "drop the flag to run on the CPU"
+        )
     if kind == "cuda" and local_rank >= count:
         raise MeshError(
             f"LOCAL_RANK={local_rank}, but this node has {count} usable GPUs: "
@@ -149,6 +155,13 @@ def initialise(
         world_size=mesh.world_size,
         timeout=timeout,
     )
+
+
+def backend_reason(error: BaseException) -> str:
+    """A backend's message in one line, without its source position and advice."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = re.sub(r"\[\S*/\S*:\d+\] ", "", text)
+    return re.split(r"\.? This is typically", text)[0][:300]
 
 
 def destroy() -> None:

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megamuon.mesh import backend_reason
+
 Value = TypeVar("Value")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds; a rank may write for long while the others wait for its report
@@ -96,10 +98,9 @@ class Ranks:
     def lost(self, step: str, problem: str | None, error: RuntimeError) -> CheckpointError:
         """A peer has gone: say so, and keep this rank's own problem, which may be the cause."""
         own = f"; this rank's own problem: {problem}" if problem else ""
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         return CheckpointError(
             f"checkpoint step '{step}': rank {self.rank} lost contact with the other ranks "
-            f"({reason}){own}"
+            f"({backend_reason(error)}){own}"
         )
 
 

@@ -9,7 +9,8 @@ inputs).  Tested by ``tests/models/test_attention.py``.
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megamuon.kernels.linear import linear
 from megamuon.kernels.rope import rotate
-from megamuon.models.config import GPTConfig
+from megamuon.models.config import GPTConfig, ModelConfigError
 from megamuon.models.layers import Linear, Norm, output_std
 
 Rotary = tuple[
@@ -55,20 +56,30 @@ def _explicit_attention(
     return functional.dropout(weights, dropout, training=dropout > 0) @ value
 
 
-def _kernels(backend: str, query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
-    if backend == "flash":
-        if mask is not None:
-            raise ValueError(
-                "attention_backend flash takes no attention mask; use auto with a mask"
-            )
-        return sdpa_kernel([SDPBackend.FLASH_ATTENTION])
-    if backend == "fused":
-        if query.device.type != "cuda":
-            raise ValueError(
-                f"attention_backend fused needs a GPU, not {query.device.type}; use auto"
-            )
-        return sdpa_kernel([SDPBackend.CUDNN_ATTENTION])
-    return nullcontext()
+@contextmanager
+def _kernels(backend: str, query: Tensor, mask: Tensor | None, dropout: float) -> Iterator[None]:
+    if backend == "auto":
+        yield
+        return
+    if backend == "flash" and mask is not None:
+        raise ModelConfigError(
+            "attention_backend flash takes no attention mask; use auto with a mask"
+        )
+    if backend == "fused" and query.device.type != "cuda":
+        raise ModelConfigError(
+            f"attention_backend fused needs a GPU, not {query.device.type}; use auto"
+        )
+    chosen = SDPBackend.FLASH_ATTENTION if backend == "flash" else SDPBackend.CUDNN_ATTENTION
+    with sdpa_kernel([chosen]):
+        try:
+            yield
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise ModelConfigError(
+                f"attention_backend {backend} has no kernel for {query.dtype} with attention"
+                f" dropout {dropout} on {query.device.type}; use auto"
+            ) from error
 
 
 def core_attention(
@@ -86,7 +97,7 @@ def core_attention(
 
     ``mask``: bool ``(batch or 1, 1, positions, positions)``, True where a query may see a key;
     None: causal. ``dropout`` is the probability in use (0 in evaluation).  Scores are scaled by
-    ``channels ** -0.5``. Raises ValueError where the backend cannot do what is asked.
+    ``channels ** -0.5``. Raises ModelConfigError where the backend cannot do what is asked.
     """
     times = query.shape[1] // key.shape[1]
     if backend in ("unfused", "local"):
@@ -99,7 +110,7 @@ def core_attention(
     grouped = times > 1 and (query.device.type != "cuda" or (half and mask is None))
     if not grouped:
         key, value = _repeated(key, times), _repeated(value, times)
-    with _kernels(backend, query, mask):
+    with _kernels(backend, query, mask, dropout):
         return functional.scaled_dot_product_attention(
             query,
             key,

@@ -7,6 +7,8 @@ names the ranks and the first entry that differs; none of them hangs. Tested by
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
@@ -17,8 +19,11 @@ class PlanMismatchError(RuntimeError):
     """Ranks computed different plans or run with different settings."""
 
 
-def exchange_plan(plan: OwnershipPlan, settings: str, group: dist.ProcessGroup | None) -> None:
-    """Compare the plan's digest and ``settings`` (any text that must be equal) over ``group``.
+def exchange_plan(
+    plan: OwnershipPlan, settings: Mapping[str, str], group: dist.ProcessGroup | None
+) -> None:
+    """Compare the plan's digest and ``settings`` (text by name, the same names on all ranks) over
+    ``group``.
 
     Raises PlanMismatchError on every rank if one differs from rank 0's. One object exchange when
     all agree.
@@ -26,8 +31,8 @@ def exchange_plan(plan: OwnershipPlan, settings: str, group: dist.ProcessGroup |
     if group is None:
         return
     world = dist.get_world_size(group)
-    mine = {"digest": plan.digest, "settings": settings}
-    everyone: list[dict[str, str] | None] = [None] * world
+    mine = (plan.digest, dict(settings))
+    everyone: list[tuple[str, dict[str, str]]] = [mine] * world
     dist.all_gather_object(everyone, mine, group=group)
     if all(other == everyone[0] for other in everyone):
         return
@@ -35,8 +40,10 @@ def exchange_plan(plan: OwnershipPlan, settings: str, group: dist.ProcessGroup |
     dist.broadcast_object_list(reference, src=dist.get_global_rank(group, 0), group=group)
     first = OwnershipPlan.from_json(reference[0] or "")
     difference = first.first_difference(plan)
-    if difference is None and settings != everyone[0]["settings"]:  # type: ignore[index]
-        difference = f"settings {everyone[0]['settings']} on rank 0, {settings} here"  # type: ignore[index]
+    if difference is None and mine != everyone[0]:
+        here = {name: text for name, text in settings.items() if text != everyone[0][1].get(name)}
+        there = {name: everyone[0][1].get(name) for name in here}
+        difference = f"settings {_words(there)} on rank 0, {_words(here)} here"
     differences: list[str | None] = [None] * world
     dist.all_gather_object(differences, difference, group=group)
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
@@ -45,6 +52,10 @@ def exchange_plan(plan: OwnershipPlan, settings: str, group: dist.ProcessGroup |
         f"the ownership plans of the ranks differ (rank 0 against the others): {shown}."
         " Start all ranks with the same flags, the same code and the same --ns-cost source"
     )
+
+
+def _words(settings: Mapping[str, str | None]) -> str:
+    return " ".join(f"{name}={text}" for name, text in settings.items())
 
 
 def integers_of_rank_zero(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ def shard(
         owner_layout=config.owner_layout,
     )
     plan = _plan(parameters, plan, config, world, device, group)
-    exchange_plan(plan, _settings_text(config), group)
+    exchange_plan(plan, _agreed_settings(config), group)
     tensors = _parameters_by_name(model, parameters)
     groups = _build_groups(plan, rank, config, device)
     _fill_masters(groups, tensors, config, initial)
@@ -128,15 +128,26 @@ def _plan(
     )
 
 
-def _settings_text(config: RuntimeConfig) -> str:
+def _agreed_settings(config: RuntimeConfig) -> dict[str, str]:
     """What else must be equal: all that decides the order, the size and the dtype of a
-    collective.
+    collective, and the optimizers' formulas.
     """
-    return (
-        f"zero_stage={config.zero_stage} collectives={config.collectives}"
-        f" compute={config.compute_dtype} reduce={config.reduce_dtype} master={config.master_dtype}"
-        f" optimizer={config.optimizer!r} seed={config.seed}"
-    )
+    settings = {
+        "zero_stage": str(config.zero_stage),
+        "collectives": config.collectives,
+        "compute": str(config.compute_dtype),
+        "reduce": str(config.reduce_dtype),
+        "master": str(config.master_dtype),
+        "seed": str(config.seed),
+    }
+    optimizer = config.optimizer
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        parts = fields(value) if is_dataclass(value) else ()
+        settings |= {
+            f"{field.name}.{part.name}": repr(getattr(value, part.name)) for part in parts
+        } or {field.name: repr(value)}
+    return settings
 
 
 def _parameters_by_name(

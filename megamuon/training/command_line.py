@@ -1,7 +1,7 @@
 """The command line of an entry script: parsed, or explained.
 
-Owns what happens to a bad command line: every problem on a line of its own, exit code 2, said
-once per node. Tested by ``tests/training/test_command_line.py``.
+Owns what happens to a bad command line: every problem on a line of its own by the first rank of
+a node, exit code 2. Tested by ``tests/training/test_command_line.py``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from megamuon.models import PRESETS
 from megamuon.training.checkpointing import read_checkpoint_args
 
 EXIT_USAGE = 2
-# A launcher ends the other ranks when the first one fails: let local rank 0 speak before that.
-SILENT_SECONDS = 1.0
+# A launcher ends the other ranks when the first one fails: let local rank 0 speak before that.  A
+# rank that still lives afterwards was started by hand, and its line may be the only one.
+SILENT_SECONDS = 3.0
 
 
 def parse_command_line(
@@ -40,4 +41,6 @@ def parse_command_line(
             print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr, flush=True)
         else:
             time.sleep(SILENT_SECONDS)
+            first = str(error).splitlines()[0]
+            print(f"rank {os.environ.get('RANK')}: error: {first}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_USAGE) from None

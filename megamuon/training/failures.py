@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import sys
 import threading
+import time
 import traceback
 from datetime import timedelta
 
@@ -25,7 +25,7 @@ from megamuon.arguments import ConfigError
 from megamuon.checkpoint import CheckpointError
 from megamuon.collectives import CollectiveError
 from megamuon.matrices import RoutingError
-from megamuon.mesh import MeshError
+from megamuon.mesh import MeshError, backend_reason
 from megamuon.metrics import WriterError
 from megamuon.models import ModelConfigError
 from megamuon.ownership import CostError, PlanError
@@ -36,6 +36,8 @@ EXIT_FAILURE = 1
 TRACEBACK_VARIABLE = "MEGAMUON_TRACEBACK"
 DEBUG_LEVEL = 10  # --logging-level at or below which tracebacks are shown
 DESTROY_SECONDS = 10.0
+LOOK_UP_SECONDS = 5.0  # patience of a rank that asks whether another has said its line
+LINGER_SECONDS = 3.0  # how long the rank that hosts the store stays for such questions
 
 
 class TrainingError(RuntimeError):
@@ -72,6 +74,7 @@ LOST = (
 
 
 LOST_CONTACT = "lost contact with the other ranks"
+ANSWERED = "megamuon/failure/answered"  # ranks that know whether their line has been said
 
 
 class Phase:
@@ -103,17 +106,11 @@ def lost_peers(error: BaseException) -> bool:
     return foreign and isinstance(error, RuntimeError) and any(word in text for word in LOST)
 
 
-def _plain(text: str) -> str:
-    """A backend's message without its source position and advice."""
-    text = re.sub(r"\[\S*/\S*:\d+\] ", "", text)
-    return re.split(r"\.? This is typically", text)[0][:300]
-
-
 def describe(error: BaseException, phase: Phase) -> tuple[str, bool]:
     """The line to print, and whether a traceback would tell the user more than the line."""
     first = " ".join(str(error).split()) or type(error).__name__
     if lost_peers(error):
-        return f"rank {phase.rank} {LOST_CONTACT} during {phase}: {_plain(first)}", False
+        return f"rank {phase.rank} {LOST_CONTACT} during {phase}: {backend_reason(error)}", False
     if isinstance(error, KNOWN):
         return f"error: {str(error).strip() or type(error).__name__}", False
     if isinstance(error, torch.OutOfMemoryError):
@@ -141,11 +138,28 @@ def _said_elsewhere(line: str) -> bool:
         return False
     try:
         store = dist.distributed_c10d._get_default_store()  # the only store that all ranks share
-        store.set_timeout(timedelta(seconds=5))
+        store.set_timeout(timedelta(seconds=LOOK_UP_SECONDS))
         key = hashlib.sha256(line.encode()).hexdigest()[:32]
-        return store.add(f"megamuon/failure/{key}", 1) > 1
+        said = store.add(f"megamuon/failure/{key}", 1) > 1
+        store.add(ANSWERED, 1)
+        return said
     except Exception:  # the store may have died with its rank
         return False
+
+
+def linger(rank: int) -> None:
+    """Keep the store of rank 0 alive until the other ranks have asked it, or for a moment.
+
+    Under torchrun the store is the agent's and outlives the ranks.  Otherwise a rank that asks
+    after rank 0 has gone would print its line below the stack of a failed look-up.
+    """
+    if rank != 0 or not dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
+        return
+    end = time.monotonic() + LINGER_SECONDS
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        while time.monotonic() < end and store.add(ANSWERED, 0) < dist.get_world_size():
+            time.sleep(0.02)
 
 
 def leave_group() -> None:

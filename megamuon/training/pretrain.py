@@ -48,6 +48,7 @@ from megamuon.training.failures import (
     TrainingError,
     end_process,
     leave_group,
+    linger,
     report,
 )
 from megamuon.training.logging import (
@@ -60,6 +61,7 @@ from megamuon.training.logging import (
 )
 from megamuon.training.loop import Loop, Parts
 from megamuon.training.reports import ForwardStep
+from megamuon.training.same_flags import check_same_flags
 
 DatasetsProvider = Callable[[Sequence[int]], tuple[Any, Any, Any]]
 ModelProvider = Callable[..., nn.Module]
@@ -122,6 +124,7 @@ def pretrain(
         code = EXIT_FAILURE
     if owns_group:
         if code and several:
+            linger(phase.rank)
             end_process(code)
         leave_group()
     return code
@@ -199,6 +202,8 @@ class _Run:
         self.watch = ExitWatch(self.config, started=time.monotonic())
 
     def __call__(self) -> None:
+        self.phase("comparing the flags of the ranks")
+        check_same_flags(self.config)
         seed_everything(self.config, self.mesh.rank)
         print_config(self.config, self.parsed.notes, self.console)
         write_config(self.config, self.mesh)

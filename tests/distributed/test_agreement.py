@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megamuon.optim import MuonConfig
 from megamuon.ownership.settings import PlannerSettings
-from megamuon.runtime import RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
 from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.measure import CACHE, median_over_ranks
 from tests.support.ranks import run_ranks
@@ -28,11 +29,13 @@ def attempt(**settings: object) -> str:
 
 def work(rank: int, world: int) -> dict[str, object]:
     other = PlannerSettings(policy="round_robin") if rank == 1 else PlannerSettings()
+    muon = MuonConfig(momentum=0.9 if rank == 1 else 0.95)
     measured = attempt(ns_cost="measured")
     return {
         "agreeing": attempt(),
         "policy": attempt(planner=other),
         "settings": attempt(zero_stage=2 if rank == 2 else 3),
+        "optimizer": attempt(optimizer=OptimizerSettings(muon=muon)),
         "measured": measured,
         "median": median_over_ranks([float(rank), 10.0 - rank], dist.group.WORLD),
     }
@@ -55,8 +58,11 @@ def test_a_different_plan_names_rank_and_entry(results: list[dict]) -> None:
 
 def test_different_settings_are_found_too(results: list[dict]) -> None:
     for result in results:
-        assert "rank 2: settings" in result["settings"]
-        assert "zero_stage=2" in result["settings"]
+        assert "rank 2: settings zero_stage=3 on rank 0, zero_stage=2 here." in result["settings"]
+        assert (
+            "rank 1: settings muon.momentum=0.95 on rank 0, muon.momentum=0.9 here."
+            in (result["optimizer"])
+        )
 
 
 def test_measured_costs_are_shared(results: list[dict]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamuon.models.attention import core_attention
+from megamuon.models.config import ModelConfigError
 from megamuon.models.gpt import document_mask
 
 
@@ -89,3 +90,9 @@ def test_fused_needs_a_gpu() -> None:
     query, key, value = heads(3)
     with pytest.raises(ValueError, match="attention_backend fused"):
         core_attention(query, key, value, None, backend="fused")
+
+
+def test_flash_with_dropout_has_no_kernel_on_a_cpu() -> None:
+    query = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ModelConfigError, match="flash has no kernel for torch.float32.*use auto"):
+        core_attention(query, query, query, None, backend="flash", dropout=0.1)

@@ -26,12 +26,13 @@ def test_all_problems_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert len(lines) == 4
 
 
-def test_other_local_ranks_stay_silent(
+def test_other_local_ranks_speak_late_and_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megamuon.training.command_line.SILENT_SECONDS", 0.0)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
-        parse_command_line(flags(lr=None))
-    assert capsys.readouterr().err == ""
+        parse_command_line(flags(lr=None, zero_stage=5))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rank 1: error: --")
