@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -60,15 +60,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line and train; returns the exit code."""
     parsed = parse_command_line(argv)
     config = parsed.config
+    tokenizer = cache(partial(tokenizer_of, config))  # read once, and where errors are reported
 
     def model_provider(pre_process: bool = True, post_process: bool = True) -> nn.Module:
-        return GPT(model_config(config, tokenizer_of(config)))
+        return GPT(model_config(config, tokenizer()))
 
     def datasets_provider(samples: Sequence[int]) -> tuple[Any, Any, Any]:
-        return build_datasets(config, tokenizer_of(config), samples)
+        return build_datasets(config, tokenizer(), samples)
 
     def at_end(model: nn.Module) -> str | None:
-        return sample_text(config, tokenizer_of(config), model)
+        return sample_text(config, tokenizer(), model)
 
     step = partial(forward_step, reset_positions=config.data.reset_position_ids)
     return pretrain(datasets_provider, model_provider, step, parsed=parsed, at_end=at_end)

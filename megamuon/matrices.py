@@ -174,11 +174,27 @@ def _routed(kind: Kind, trainable: bool, matrices_to: Route) -> tuple[Route, str
     if kind is Kind.MATRIX:
         if matrices_to is Route.MUON:
             return Route.MUON, "declared as a matrix"
-        return matrices_to, "declared as a matrix; --optimizer asks for AdamW"
+        return matrices_to, "declared as a matrix; --optimizer asks for AdamW or SGD"
     if kind in (Kind.VECTOR, Kind.QK_NORM):
         return Route.ADAMW_OWNER, "element-wise parameter, updated on the owner of its unit"
     name = "token table" if kind is Kind.EMBEDDING else "output head"
     return Route.ADAMW_SHARDED, f"{name}: even slices over the shard ranks"
+
+
+def _muon_problem(name: str, parameter: torch.Tensor, owner_layout: bool) -> str | None:
+    """Why Muon cannot train this parameter; None where it can."""
+    if parameter.ndim != 2:
+        return f"{name} {tuple(parameter.shape)}: a Muon matrix must be 2-D"
+    if not owner_layout:
+        return f"{name}: Muon needs whole matrices, and owner_layout is False"
+    return None
+
+
+def _layout(target: Route, kind: Kind, ndim: int, owner_layout: bool) -> Layout:
+    sliced = target is Route.ADAMW_SHARDED or (
+        target is Route.FROZEN and kind in (Kind.EMBEDDING, Kind.HEAD)
+    )
+    return Layout.EVEN if (sliced or not owner_layout) and ndim > 0 else Layout.OWNER
 
 
 def collect(
@@ -197,7 +213,7 @@ def collect(
     (``--param-layout even``).
 
     Raises RoutingError that names all parameters with no declared kind (fail closed), and any Muon
-    route on a parameter that is not 2-D.
+    route on a parameter that is not 2-D or would lie in slices.
     """
     paths = layer_paths(model, layers)
     fusion = _fusion_keys(model)
@@ -221,13 +237,10 @@ def collect(
         target, reason = _routed(kind, parameter.requires_grad, matrices_to)
         if chosen is not None and parameter.requires_grad:
             target, reason = Route(chosen), "chosen by the route function"
-        if target is Route.MUON and parameter.ndim != 2:
-            problems.append(f"{name} {tuple(parameter.shape)}: a Muon matrix must be 2-D")
+        problem = _muon_problem(name, parameter, owner_layout) if target is Route.MUON else None
+        if problem is not None:
+            problems.append(problem)
             continue
-        even = target is Route.ADAMW_SHARDED or (
-            target is Route.FROZEN and kind in (Kind.EMBEDDING, Kind.HEAD)
-        )
-        even = (even or not owner_layout) and parameter.ndim > 0
         seen[id(parameter)] = len(found)
         found.append(
             {
@@ -235,7 +248,7 @@ def collect(
                 "shape": tuple(parameter.shape),
                 "kind": kind,
                 "route": target,
-                "layout": Layout.EVEN if even else Layout.OWNER,
+                "layout": _layout(target, kind, parameter.ndim, owner_layout),
                 "reason": reason,
                 "layer": next((p for p in paths if name.startswith(p + ".")), ""),
                 "expert": bool(getattr(module, "is_expert", False)),

@@ -4,8 +4,8 @@ Owns the generated page: this program's flags by component, and what becomes of 
 300 flags. Invariant: the page holds nothing that is not in the code; ``--check`` fails when it is
 stale. Tested by ``tests/arguments/test_flag_table.py``.
 
-python tools/flag_table.py # write docs/flags.md python tools/flag_table.py --check # exit status 1
-if it is stale
+    python tools/flag_table.py          # write docs/flags.md
+    python tools/flag_table.py --check  # exit status 1 if it is stale
 """
 
 from __future__ import annotations

@@ -28,7 +28,12 @@ from megamuon.arguments.config_training import (
     ScheduleFlags,
     TrainingFlags,
 )
-from megamuon.arguments.parser import ParsedConfig, build_parser, parse_config
+from megamuon.arguments.parser import (
+    ExtraArgsProvider,
+    ParsedConfig,
+    build_parser,
+    parse_config,
+)
 from megamuon.arguments.printing import (
     config_from_json,
     config_from_nested,
@@ -43,6 +48,7 @@ __all__ = [
     "ConfigError",
     "DataFlags",
     "DistributedFlags",
+    "ExtraArgsProvider",
     "FaultFlags",
     "LoggingFlags",
     "ModelFlags",

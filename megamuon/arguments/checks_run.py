@@ -1,4 +1,4 @@
-"""Checks of owners, recompute, checkpoints, data, tokenizer, logs and profiles.
+"""Checks of owners, recompute, checkpoints, data, tokenizer, logs, profiles and exits.
 
 Invariant: every check is a pure function of the resolved configuration that returns *all* its
 problems, one line each with the flag, its value and what to change; no check raises, prints or
@@ -152,11 +152,9 @@ def check_data(config: Config, facts: Facts) -> list[str]:
         problems.append(f"{given_parts[0]}: needs --train-data-path beside it (or --skip-train)")
     if data.split is not None:
         shares = re.split(r"[,/\s]+", data.split.strip())
-        try:
-            numbers = [float(share) for share in shares]
-        except ValueError:
-            numbers = []
-        if not 1 <= len(numbers) <= 3 or min(numbers) < 0 or not 0 < sum(numbers) < float("inf"):
+        # The data room takes runs of digits and points: 1e2 would be two shares there.
+        plain = all(re.fullmatch(r"\d+\.?\d*|\.\d+", share) for share in shares)
+        if not plain or len(shares) > 3 or not sum(map(float, shares)) > 0:
             problems.append(f"--split {data.split}: must be one to three shares such as 969,30,1")
     return problems
 
@@ -228,6 +226,8 @@ def check_profiling(config: Config, facts: Facts) -> list[str]:
         problems.append(f"--profile-step-start {start}: must be below --profile-step-end {end}")
     if profiling.use_pytorch_profiler and not profiling.profile:
         problems.append("--use-pytorch-profiler: has no effect without --profile; add it")
+    if profiling.use_pytorch_profiler and config.logging.tensorboard_dir is None:
+        problems.append("--use-pytorch-profiler: writes its trace to --tensorboard-dir; add it")
     problems += [
         f"--profile-ranks {rank}: there are {facts.world_size} ranks, numbered from 0"
         for rank in profiling.profile_ranks
@@ -238,6 +238,11 @@ def check_profiling(config: Config, facts: Facts) -> list[str]:
             f"--memory-snapshot-path {profiling.memory_snapshot_path}: needs "
             "--record-memory-history"
         )
-    if "exit_signal" in facts.explicit and not config.fault.exit_signal_handler:
-        problems.append(f"--exit-signal {config.fault.exit_signal}: needs --exit-signal-handler")
     return problems
+
+
+def check_exit(config: Config, facts: Facts) -> list[str]:
+    """A signal needs somebody who listens."""
+    if "exit_signal" in facts.explicit and not config.fault.exit_signal_handler:
+        return [f"--exit-signal {config.fault.exit_signal}: needs --exit-signal-handler"]
+    return []

@@ -61,8 +61,9 @@ COMPONENTS: Mapping[str, type] = {
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a command line or a stored configuration; one line per "
-    "problem."""
+    """Everything that is wrong with a command line or a stored configuration; one line per
+    problem.
+    """
 
     def __init__(self, problems: tuple[str, ...] | list[str]) -> None:
         self.problems = tuple(problems)
@@ -71,8 +72,9 @@ class ConfigError(ValueError):
 
 @lru_cache(maxsize=1)
 def specs_by_dest() -> Mapping[str, FlagSpec]:
-    """Every flag of every component by its dest.  Raises TypeError if two components share a "
-    "dest."""
+    """Every flag of every component by its dest.  Raises TypeError if two components share a
+    dest.
+    """
     found: dict[str, FlagSpec] = {}
     for component, config_class in COMPONENTS.items():
         for spec in flag_specs(component, config_class):

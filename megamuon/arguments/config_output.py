@@ -47,7 +47,7 @@ class CheckpointFlags:
     async_save: bool = flag(
         False, "write checkpoints while training goes on; needs no further flag"
     )
-    log_progress: bool = flag(False, "append events to progress.txt in --save")
+    log_progress: bool = flag(False, "append starts and saves to progress.txt in --save")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LoggingFlags:
     """Log lines, TensorBoard and Weights & Biases."""
 
     log_interval: int = flag(100, "steps between log lines", low=1)
-    log_throughput: bool = flag(False, "TFLOP/s per device in the log line")
+    log_throughput: bool = flag(False, "TFLOP/s per device and tokens per second in the log line")
     log_params_norm: bool = flag(False, "global L2 norm of the parameters in the log line")
     log_num_zeros_in_grad: bool = flag(False, "number of zero gradients in the log line")
     timing_log_level: Literal[0, 1, 2] = flag(0, "timers: the step only, coarse phases, or all")
@@ -93,9 +93,11 @@ class ProfilingFlags:
         False,
         "mark the profiled steps for an external CUDA profiler, or see --use-pytorch-profiler",
     )
-    profile_step_start: int = flag(10, "first profiled step", low=0)
-    profile_step_end: int = flag(12, "step at which profiling ends", low=1)
+    profile_step_start: int = flag(10, "first profiled step, counted from 1", low=0)
+    profile_step_end: int = flag(12, "last profiled step", low=1)
     profile_ranks: tuple[int, ...] = flag((), "profiled ranks; all when not given", low=0)
-    use_pytorch_profiler: bool = flag(False, "PyTorch's own profiler, with --profile")
+    use_pytorch_profiler: bool = flag(
+        False, "PyTorch's own profiler, with --profile; its trace goes to --tensorboard-dir"
+    )
     record_memory_history: bool = flag(False, "record device allocations and write a snapshot")
     memory_snapshot_path: str = flag("snapshot.pickle", "file of the snapshot, one per rank")

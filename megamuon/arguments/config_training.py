@@ -158,8 +158,9 @@ class ScheduleFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionFlags:
-    """Number formats; FP32 compute when neither bf16 nor fp64 is given.  Masters are FP32 (FP64 "
-    "with --fp64)."""
+    """Number formats; FP32 compute when neither bf16 nor fp64 is given.  Masters are FP32 (FP64
+    with --fp64).
+    """
 
     bf16: bool = flag(False, "compute and gather in BF16 with FP32 masters")
     fp64: bool = flag(False, "everything in FP64, masters included: for equivalence tests")

@@ -27,8 +27,8 @@ class Filled:
 
 
 def _no_positions(_value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    # Megatron scripts write this beside `--position-embedding-type rope`, where it only says that
-    # there is no learned table.
+    # Megatron scripts write this beside `--position-embedding-type rope` (or a preset means it),
+    # where it only says that there is no learned table.
     if given.get("position_embedding_type") == "rope":
         return {}
     return {"position_embedding_type": "none"}
@@ -53,7 +53,9 @@ def _split_words(path: Any, _given: Mapping[str, Any]) -> dict[str, Any]:
     for name, words in stored.items():
         if words is not None:
             listed = words.split() if isinstance(words, str) else words
-            found[f"{name}_data_path"] = tuple(str(word) for word in listed)
+            if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
+                raise ValueError(f"{name} must be a list of words, got {words!r}")
+            found[f"{name}_data_path"] = tuple(listed)
     return found
 
 
@@ -81,15 +83,19 @@ def _show(dest: str, value: Any) -> str:
     return f"{spec.flag} {words}"
 
 
-def apply_mapped_flags(table_given: Mapping[str, Any], given: Mapping[str, Any]) -> Filled:
-    """Values that the given `mapped` flags stand for.  ``given``: the explicit field values."""
+def apply_mapped_flags(
+    table_given: Mapping[str, Any], given: Mapping[str, Any], preset: Mapping[str, Any]
+) -> Filled:
+    """Values that the given `mapped` flags stand for.  ``given``: the explicit field values;
+    ``preset``: those of the model preset, which a mapping may look at.
+    """
     filled = Filled()
     sources: dict[str, str] = {}
     for dest, value in table_given.items():
         entry = table_by_dest()[dest]
         said = entry.flag if isinstance(value, bool) else f"{entry.flag} {value}"
         try:
-            targets = MAPPERS[dest](value, given)
+            targets = MAPPERS[dest](value, {**preset, **given})
         except (OSError, ValueError) as error:
             filled.problems.append(f"{said}: cannot be read: {error}")
             continue

@@ -19,8 +19,9 @@ OVERLAID_COMPONENTS = ("model", "tokenizer")
 
 
 def overlay_values(saved: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> Filled:
-    """Values by dest from the saved nested arguments (``config_to_json``'s form), less those in "
-    "``given``."""
+    """Values by dest from the saved nested arguments (``config_to_json``'s form), less those in
+    ``given``.
+    """
     filled = Filled()
     specs = specs_by_dest()
     for component in OVERLAID_COMPONENTS:

@@ -147,8 +147,9 @@ def _segments(argv: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 def _read_words(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, dict[str, str], _Words]:
-    """Parse flag by flag, so that one bad flag hides no other.  Returns values, dest -> "
-    "spelling, problems."""
+    """Parse flag by flag, so that one bad flag hides no other.  Returns values, dest ->
+    spelling, problems.
+    """
     words = _Words()
     # argparse's public calls parse everything at once; its table of spellings goes one by one.
     known = parser._option_string_actions
@@ -242,8 +243,9 @@ def _sort_values(
 
 
 def _take_required(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
-    """Take `required` off the extra arguments (flags are parsed one by one); returns dest and "
-    "spelling of each."""
+    """Take `required` off the extra arguments (flags are parsed one by one); returns dest and
+    spelling of each.
+    """
     required = []
     for action in parser._actions:
         if not action.option_strings:
@@ -279,7 +281,8 @@ def parse_config(
     words.problems += [f"{flag}: required" for dest, flag in required if dest not in spelled]
     extra = _sort_values(namespace, spelled, words)
 
-    mapped = apply_mapped_flags(words.table_given, words.given)
+    preset = presets.get(str(words.given.get("model")), {})
+    mapped = apply_mapped_flags(words.table_given, words.given, preset)
     explicit_values = {**mapped.values, **words.given}
     presetted = apply_presets(explicit_values, presets)
     stored = checkpoint_values(explicit_values, read_checkpoint_args)

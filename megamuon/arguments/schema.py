@@ -112,8 +112,9 @@ def _spellings(
 
 
 def flag_specs(component: str, config_class: type) -> tuple[FlagSpec, ...]:
-    """The flags of one component, in field order.  Raises TypeError for a type that has no flag "
-    "form."""
+    """The flags of one component, in field order.  Raises TypeError for a type that has no flag
+    form.
+    """
     hints = get_type_hints(config_class)
     specs = []
     for field in dataclasses.fields(config_class):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megamuon.arguments.checks_run import (
     check_data,
+    check_exit,
     check_loading,
     check_logging,
     check_ownership,
@@ -52,6 +53,7 @@ CHECKS: tuple[Check, ...] = (
     check_tokenizer,
     check_logging,
     check_profiling,
+    check_exit,
 )
 
 

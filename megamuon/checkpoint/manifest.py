@@ -98,8 +98,9 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_present(directory: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError naming a file that is missing or has another size.  Reads no "
-    "content."""
+    """Raise CheckpointError naming a file that is missing or has another size.  Reads no
+    content.
+    """
     for name, record in manifest.files.items():
         path = directory / name
         try:

@@ -55,8 +55,9 @@ class PieceSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Nothing to do: the pieces come through the constructor, several of one name among "
-        "them."""
+        """Nothing to do: the pieces come through the constructor, several of one name among
+        them.
+        """
 
     def create_local_plan(self) -> SavePlan:
         """One item per piece, empty ones too, so that every rank's idea of a shape is compared."""

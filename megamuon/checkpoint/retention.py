@@ -4,12 +4,13 @@ Owns the renames that make a save atomic.  A directory under work is
 ``iter_0000100.partial-<nonce>``; one that is being replaced or deleted carries ``.replaced-`` or
 ``.deleted-``.  Invariant: whatever instant a run is killed at, every ``iter_N`` is complete, and
 an ``iter_N`` that was being replaced exists as the old or the new one (``restore_replaced``
-completes a replacement that was cut between its two renames).  All functions run on rank 0 only.
-Tested by ``tests/checkpoint/test_retention.py``.
+completes a replacement that was cut between its two renames).  It may run in several processes at
+once, all other functions run on rank 0 only. Tested by ``tests/checkpoint/test_retention.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -45,11 +46,15 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def restore_replaced(directory: Path) -> None:
-    """Take back a checkpoint whose replacement was cut between the two renames of ``publish``."""
+    """Take back a checkpoint whose replacement was cut between the two renames of ``publish``.
+
+    Ranks that read a checkpoint's arguments before they know of each other may call it at once.
+    """
     for entry, name, kind in _work_entries(directory):
         final = directory / name
         if kind == "replaced" and not (final.is_symlink() or final.exists()):
-            os.rename(entry, final)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                os.rename(entry, final)
             sync_directory(directory)
 
 

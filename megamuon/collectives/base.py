@@ -13,6 +13,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -60,15 +62,20 @@ class SegmentTable:
             end = segment.offset + segment.numel
         return SegmentTable(world=world, segments=tuple(merged))
 
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[TableSegment, ...]]:
+        """Every collective asks, and a table of even slices has a segment on each rank."""
+        return {rank: tuple(held) for rank, held in groupby(self.segments, lambda s: s.rank)}
+
     def of(self, rank: int) -> tuple[TableSegment, ...]:
         """The segments that ``rank`` holds."""
-        return tuple(s for s in self.segments if s.rank == rank)
+        return self._by_rank.get(rank, ())
 
     def numel_of(self, rank: int) -> int:
         """How many elements ``rank`` holds."""
         return sum(s.numel for s in self.of(rank))
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Elements per rank, in rank order."""
         return tuple(self.numel_of(rank) for rank in range(self.world))

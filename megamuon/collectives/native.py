@@ -21,7 +21,7 @@ def coalesced_broadcasts(transport: Transport, buffer: Tensor, table: GatherTabl
         for segment in table.segments:
             view = buffer[segment.offset : segment.offset + segment.numel]
             dist.broadcast(view, transport.peer(group, segment.rank), group=group, async_op=True)
-    return Work(handles=[manager], name="gather")
+    return Work(handles=manager.works, name="gather")
 
 
 def coalesced_reduces(
@@ -51,5 +51,5 @@ def coalesced_reduces(
                 window.add_(total)
 
     return Work(
-        handles=[manager], finish=finish, keep=(wire,), borrows=wire is slots, name="reduction"
+        handles=manager.works, finish=finish, keep=(wire,), borrows=wire is slots, name="reduction"
     )

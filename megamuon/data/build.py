@@ -8,7 +8,6 @@ reads depends on the spec and its sampler alone. Tested by ``tests/data_room/tes
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,8 +59,6 @@ class DataSpec:
     train_data_path: Sequence[str] | None = None
     valid_data_path: Sequence[str] | None = None
     test_data_path: Sequence[str] | None = None
-    data_args_path: str | None = None
-    per_split_data_args_path: str | None = None
     mock_data: bool = False
     data_cache_path: str | None = None
     cache_timeout: float = 600.0
@@ -105,71 +102,34 @@ def split_sources(spec: DataSpec) -> tuple[Source | None, Source | None, Source 
     """Train, valid and test source of a spec. Raises ValueError for flags that contradict or are
     missing.
     """
-    together = {"--data-path": spec.data_path, "--data-args-path": spec.data_args_path}
     apart = {
         "--train-data-path": spec.train_data_path,
         "--valid-data-path": spec.valid_data_path,
         "--test-data-path": spec.test_data_path,
     }
-    one_file = {"--per-split-data-args-path": spec.per_split_data_args_path}
-    groups = [
-        [flag for flag, value in group.items() if value] for group in (together, apart, one_file)
-    ]
-    given = [flag for group in groups for flag in group]
-    if not given:
+    given = [flag for flag, value in apart.items() if value]
+    if not given and not spec.data_path:
+        raise ValueError("no data: give --data-path, --train-data-path, or --mock-data")
+    if given and spec.data_path:
         raise ValueError(
-            "no data: give --data-path, --train-data-path, a file of them, or --mock-data"
+            f"--data-path and {' and '.join(given)} contradict each other: data comes from one of"
+            " them"
         )
-    if sum(bool(group) for group in groups) > 1 or len(groups[0]) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} contradict each other: data comes from one of them"
-        )
-    if groups[0]:
-        words = spec.data_path or _words(spec.data_args_path or "", "--data-args-path")
+    if spec.data_path:
         if spec.split is None:
             warnings.warn(f"--split is not given; using {DEFAULT_SPLIT}", stacklevel=2)
-        blend, text = parse_blend(tuple(words), given[0]), spec.split or DEFAULT_SPLIT
+        blend, text = parse_blend(tuple(spec.data_path)), spec.split or DEFAULT_SPLIT
         first, second, third = (Source(blend=blend, split=text, position=i) for i in range(3))
         return first, second, third
     if spec.split is not None:
         raise ValueError(
             f"--split {spec.split!r} contradicts {' and '.join(given)}: each split has its own data"
         )
-    lists = _per_split(spec.per_split_data_args_path) if groups[2] else list(apart.values())
     found = [
         Source(blend=parse_blend(tuple(words), flag), split="1", position=0) if words else None
-        for words, flag in zip(lists, apart, strict=True)
+        for flag, words in apart.items()
     ]
     return found[0], found[1], found[2]
-
-
-def _words(path: str, flag: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").split()
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: cannot be read ({error.strerror})") from error
-
-
-def _per_split(path: str | None) -> list[Sequence[str] | None]:
-    flag = f"--per-split-data-args-path {path}"
-    try:
-        content = json.loads(Path(path or "").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{flag}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise ValueError(f"{flag}: not JSON ({error})") from error
-    if not isinstance(content, dict) or set(content) - set(SPLITS):
-        raise ValueError(f"{flag}: expected an object with the keys train, valid and test")
-    lists: list[Sequence[str] | None] = []
-    for split in SPLITS:
-        value = content.get(split)
-        value = value.split() if isinstance(value, str) else value
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(w, str) for w in value)
-        ):
-            raise ValueError(f"{flag}: {split}: expected a list of words, got {value!r}")
-        lists.append(value)
-    return lists
 
 
 def build_train_valid_test(
@@ -210,12 +170,7 @@ def build_train_valid_test(
 
 
 def _mock(spec: DataSpec) -> Three:
-    if (
-        spec.data_path
-        or spec.train_data_path
-        or spec.data_args_path
-        or spec.per_split_data_args_path
-    ):
+    if spec.data_path or spec.train_data_path:
         raise ValueError("--mock-data contradicts the data paths: drop one of them")
     mock = MockSequences(spec.vocab_size, spec.eod)
     bounds = split_bounds(MOCK_SPLIT, mock.lengths.size)

@@ -325,7 +325,13 @@ def _gpt2(vocab_file: str | None, merge_file: str | None, eod_token: str | None)
         if not Path(name).is_file():
             raise FileNotFoundError(f"{flag} {name}: no such file")
     library = _library("tokenizers", "tokenizers", "--tokenizer-type GPT2BPETokenizer")
-    core = library.ByteLevelBPETokenizer(vocab_file, merge_file, add_prefix_space=False)
+    try:
+        core = library.ByteLevelBPETokenizer(vocab_file, merge_file, add_prefix_space=False)
+    except Exception as error:  # the library raises bare Exception for every parse error
+        raise ValueError(
+            f"--vocab-file {vocab_file} and --merge-file {merge_file}: not a vocab.json and a"
+            f" merges.txt ({error})"
+        ) from error
     specials = {"eos_token": "<|endoftext|>"}
     return FastTokenizer("GPT2BPETokenizer", core, specials, source=vocab_file, eod_token=eod_token)
 

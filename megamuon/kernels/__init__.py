@@ -1,0 +1,1 @@
+"""Operators without parallel code: slot-writing linears, norms, rotations, losses, products."""

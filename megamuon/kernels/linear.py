@@ -24,9 +24,9 @@ SLOT = "gradient_slot"  # attribute of a parameter that holds its GradientSlot
 class GradientSlot:
     """Where one parameter's gradient goes, and how to make its weight readable.
 
-    ``gradient`` has the parameter's shape and is an alias outside autograd. ``written`` says
-    whether this micro-batch has stored a gradient yet. ``ensure_weights`` gathers the parameter's
-    group if it is released.
+    ``gradient`` has the parameter's shape and is an alias outside autograd; a frozen parameter's is
+    empty and never used. ``written`` says whether this micro-batch has stored a gradient yet.
+    ``ensure_weights`` gathers the parameter's group if it is released.
     """
 
     __slots__ = ("ensure_slot", "ensure_weights", "gradient", "written")

@@ -27,8 +27,6 @@ class LogRecord:
     skipped_samples: int = 0
     milliseconds_per_iteration: float  # mean over the interval, evaluation excluded
     tflops_per_gpu: float | None = None
-    joules_per_gpu: float | None = None  # per iteration
-    watts_per_gpu: float | None = None
     learning_rate: float | None = None
     global_batch_size: int
     losses: Mapping[str, float] = field(default_factory=dict)  # means over the advanced iterations
@@ -53,10 +51,6 @@ def log_line(record: LogRecord, now: datetime) -> str:
     fields.append(f"elapsed time per iteration (ms): {record.milliseconds_per_iteration:.1f}")
     if record.tflops_per_gpu is not None:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {record.tflops_per_gpu:.1f}")
-    if record.joules_per_gpu is not None:
-        fields.append(f"energy per GPU (J/iter/GPU): {record.joules_per_gpu:.1f}")
-    if record.watts_per_gpu is not None:
-        fields.append(f"power per GPU (W/GPU): {record.watts_per_gpu:.1f}")
     if record.learning_rate is not None:
         fields.append(f"learning rate: {record.learning_rate:.6E}")
     fields.append(f"global batch size: {record.global_batch_size:5d}")

@@ -1,8 +1,8 @@
 """Named timers with levels, summarised across ranks.
 
 Owns when a timer runs and how ranks are summarised. Invariant: a timer above the chosen level costs
-nothing and appears nowhere; all ranks call ``summary`` together, and how their times travel is the
-caller's gather function, so nothing here knows of process groups. The text is Megatron-LM's
+nothing and appears nowhere; how the times of the ranks travel is the caller's affair, so nothing
+here knows of process groups. The text is Megatron-LM's
 (``--timing-log-level``, ``--timing-log-option``). Tested by ``tests/metrics/test_timers.py``.
 """
 
@@ -15,9 +15,6 @@ from dataclasses import dataclass
 
 OPTIONS = ("max", "minmax", "all")
 NAME_WIDTH = 48
-
-# Takes this rank's times and returns those of all ranks, in rank order.
-Gather = Callable[[dict[str, float]], Sequence[Mapping[str, float]]]
 
 
 @dataclass
@@ -100,10 +97,6 @@ class Timers:
             if reset:
                 timer.seconds = 0.0
         return times
-
-    def summary(self, gather: Gather, iterations: int = 1, *, reset: bool = True) -> str:
-        """The text across ranks, or "" where no timer ran; every rank has to call it."""
-        return timer_summary(gather(self.elapsed(iterations, reset=reset)), self.option)
 
     def _now(self) -> float:
         if self._synchronize is not None:

@@ -148,10 +148,6 @@ class MetricsWriter:
             single["iteration-time"] = record.milliseconds_per_iteration / 1000.0
             if record.tflops_per_gpu is not None:
                 single["throughput"] = record.tflops_per_gpu
-        if record.joules_per_gpu is not None:
-            single["iter-energy/gpu"] = record.joules_per_gpu
-        if record.watts_per_gpu is not None:
-            single["power/gpu"] = record.watts_per_gpu
         self.scalars(single, record.iteration)
 
     def validation(

@@ -19,11 +19,32 @@ class PlanMismatchError(RuntimeError):
     """Ranks computed different plans or run with different settings."""
 
 
-def exchange_plan(
-    plan: OwnershipPlan, settings: Mapping[str, str], group: dist.ProcessGroup | None
-) -> None:
-    """Compare the plan's digest and ``settings`` (text by name, the same names on all ranks) over
-    ``group``.
+def exchange_settings(settings: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Compare ``settings`` (text by name, the same names on all ranks) over ``group``.
+
+    Comes before everything else that ranks do together, so that ranks which disagree cannot meet in
+    different collectives. Raises PlanMismatchError on every rank if one differs from rank 0's.
+    """
+    if group is None:
+        return
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(settings), group=group)
+    first = everyone[0]
+    lines = []
+    for rank, theirs in enumerate(everyone):
+        names = [name for name, text in theirs.items() if text != first.get(name)]
+        if names:
+            there = _words({name: first.get(name) for name in names})
+            lines.append(
+                f"rank {rank}: settings {there} on rank 0, {_words({n: theirs[n] for n in names})}"
+                " here"
+            )
+    if lines:
+        raise PlanMismatchError(_message("the settings of the ranks differ", lines))
+
+
+def exchange_plan(plan: OwnershipPlan, group: dist.ProcessGroup | None) -> None:
+    """Compare the plan's digest over ``group``.
 
     Raises PlanMismatchError on every rank if one differs from rank 0's. One object exchange when
     all agree.
@@ -31,25 +52,25 @@ def exchange_plan(
     if group is None:
         return
     world = dist.get_world_size(group)
-    mine = (plan.digest, dict(settings))
-    everyone: list[tuple[str, dict[str, str]]] = [mine] * world
-    dist.all_gather_object(everyone, mine, group=group)
-    if all(other == everyone[0] for other in everyone):
+    everyone: list[str] = [""] * world
+    dist.all_gather_object(everyone, plan.digest, group=group)
+    if len(set(everyone)) == 1:
         return
     reference: list[str | None] = [plan.to_json() if dist.get_rank(group) == 0 else None]
     dist.broadcast_object_list(reference, src=dist.get_global_rank(group, 0), group=group)
-    first = OwnershipPlan.from_json(reference[0] or "")
-    difference = first.first_difference(plan)
-    if difference is None and mine != everyone[0]:
-        here = {name: text for name, text in settings.items() if text != everyone[0][1].get(name)}
-        there = {name: everyone[0][1].get(name) for name in here}
-        difference = f"settings {_words(there)} on rank 0, {_words(here)} here"
+    difference = OwnershipPlan.from_json(reference[0] or "").first_difference(plan)
     differences: list[str | None] = [None] * world
     dist.all_gather_object(differences, difference, group=group)
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(differences) if text]
-    shown = "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more ranks" if len(lines) > 3 else "")
     raise PlanMismatchError(
-        f"the ownership plans of the ranks differ (rank 0 against the others): {shown}."
+        _message("the ownership plans of the ranks differ (rank 0 against the others)", lines)
+    )
+
+
+def _message(what: str, lines: list[str]) -> str:
+    shown = "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more ranks" if len(lines) > 3 else "")
+    return (
+        f"{what}: {shown}."
         " Start all ranks with the same flags, the same code and the same --ns-cost source"
     )
 

@@ -10,6 +10,7 @@ version counter of its own, so autograd never sees a saved view as modified. Tes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,11 +47,13 @@ def place(parameters: Sequence[LogicalParameter], itemsize: int) -> BufferLayout
 
 
 class FlatBuffer:
-    """One flat tensor ``(numel,)`` with a storage that can be released and revived."""
+    """One flat tensor ``(numel,)`` with a storage that can be released and revived; alive at first,
+    with undefined contents.
+    """
 
     def __init__(self, layout: BufferLayout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
-        self._tensor = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self._tensor = torch.empty(layout.numel, dtype=dtype, device=device)
         # `.data` gives an alias with its own version counter: writes through it stay invisible to
         # autograd, where a copy_ even on detach() would bump the counter that saved views share.
         self.raw: Tensor = self._tensor.data
@@ -65,12 +68,26 @@ class FlatBuffer:
         """The parameter's view outside autograd."""
         return self._view(self.raw, name, shape)
 
+    def raw_piece(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements ``start..stop`` of the parameter ``(stop - start,)``, outside autograd."""
+        offset = self.layout.offsets[name]
+        return self._slice(self.raw, offset + start, offset + stop)
+
     def _view(self, tensor: Tensor, name: str, shape: Sequence[int]) -> Tensor:
         start = self.layout.offsets[name]
-        numel = 1
-        for size in shape:
-            numel *= size
-        return tensor[start : start + numel].view(tuple(shape))
+        return self._slice(tensor, start, start + math.prod(shape)).view(tuple(shape))
+
+    def _slice(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """A view, also of a released buffer: torch checks bounds when a view is made, so the
+        storage must be there for that moment.
+        """
+        if self.alive:
+            return tensor[start:stop]
+        self.revive()
+        try:
+            return tensor[start:stop]
+        finally:
+            self.release()
 
     def release(self) -> None:
         """Give the memory back. Views must not be read until ``revive``: that would crash the

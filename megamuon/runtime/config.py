@@ -28,7 +28,12 @@ class OptimizerSettings:
     sgd_momentum: float = 0.9
     clip: float = 1.0  # global gradient norm; 0 switches clipping off
     decay_qk_norm: bool = False  # weight decay on the gains of query and key norms too
-    count_zeros: bool = False
+    count_zeros: bool = False  # of the averaged gradients, in each step's result
+
+    def __post_init__(self) -> None:
+        # Anything but "muon" would quietly train matrices element by element.
+        if self.matrices not in ("muon", "adam", "sgd"):
+            raise ValueError(f"matrices={self.matrices!r}: choose muon, adam or sgd")
 
     def decays(self, parameter: LogicalParameter) -> bool:
         """Megatron's rule: no decay on biases and on 1-D parameters; query and key norms by

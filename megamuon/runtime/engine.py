@@ -96,8 +96,7 @@ class Engine:
             self.need_backward(group)
             return
         self._issue(self.forward_order.through(group.index))
-        if group.version == -1:  # used again after its release
-            self._issue((group.index,))
+        self._issue((group.index,))  # used again after its release, or without the root's forward
         if self._used is not None:
             self._used.append(group.index)
         group.wait_gathered()

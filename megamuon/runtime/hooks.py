@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megamuon.kernels.linear import linear
+from megamuon.kernels.linear import SLOT, GradientSlot, linear
 from megamuon.runtime.engine import Engine, backward_running
 from megamuon.runtime.layer_group import LayerGroup
 
@@ -62,6 +62,23 @@ def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]
     for module in modules:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)
+
+
+def check_hook_contract() -> None:
+    """Raise RuntimeError where torch does not call a post-accumulate hook for a parameter whose
+    function returned no gradient: groups would never know that they are complete.
+    """
+    weight, fired = nn.Parameter(torch.ones(1, 1)), []
+    weight.register_post_accumulate_grad_hook(lambda _: fired.append(True))
+    slot = GradientSlot(torch.empty(1, 1), lambda: None, lambda: None)
+    setattr(weight, SLOT, slot)
+    with torch.enable_grad():
+        linear(torch.ones(1, 1), [weight]).sum().backward()
+    if fired != [True] or not slot.written:
+        raise RuntimeError(
+            f"torch {torch.__version__} does not report parameters whose gradients are written in"
+            " place (post-accumulate hooks): use a release of 2.13"
+        )
 
 
 def attach_parameters(

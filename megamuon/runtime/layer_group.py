@@ -72,6 +72,9 @@ class LayerGroup:
         self.gradients = FlatBuffer(
             place(self.trainable, compute_dtype.itemsize), compute_dtype, device
         )
+        # Else the whole model and its gradients would be resident until the first backward.
+        self.weights.release()
+        self.gradients.release()
         self.gather_table = _table(plan, self.parameters, self.weights.layout.offsets)
         self.reduce_table = _table(plan, self.trainable, self.gradients.layout.offsets)
         self._make_local(plan, rank, master_dtype, device)
@@ -118,10 +121,8 @@ class LayerGroup:
             )
             at += stop - start
         self.local = tuple(local)
-        starts = [offsets[s.parameter.name] + s.start for s in local]
         self._local_weights = [
-            self.weights.raw[start : start + s.master.numel()]
-            for start, s in zip(starts, local, strict=True)
+            self.weights.raw_piece(s.parameter.name, s.start, s.stop) for s in local
         ]
 
     def _make_windows(
@@ -147,14 +148,19 @@ class LayerGroup:
         parameters: dict[str, nn.Parameter],
         ensure_weights: Callable[[LayerGroup], None],
     ) -> None:
-        """Hang a gradient slot on each trainable parameter's tensor."""
-        for parameter in self.trainable:
+        """Hang a gradient slot on each parameter's tensor."""
+        for parameter in self.parameters:
+            # A frozen weight is read by the backward too: its slot can bring it back, no more.
+            gradient = self.gradients.raw.new_empty(0)
+            if parameter.trainable:
+                gradient = self.gradients.raw_view(parameter.name, parameter.shape)
             slot = GradientSlot(
-                self.gradients.raw_view(parameter.name, parameter.shape),
+                gradient,
                 ensure_weights=lambda: ensure_weights(self),
                 ensure_slot=self.gradients.revive,
             )
-            self.slots[parameter.name] = slot
+            if parameter.trainable:
+                self.slots[parameter.name] = slot
             setattr(parameters[parameter.name], SLOT, slot)
 
     def write_masters(self) -> None:

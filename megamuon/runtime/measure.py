@@ -89,7 +89,7 @@ def cost_function(
         measure=lambda shape: time_newton_schulz(shape, muon, device, config.master_dtype),
         key=CostKey(
             device=device_name(device),
-            newton_schulz=repr(muon.newton_schulz),
+            newton_schulz=f"{muon.newton_schulz!r} of {config.master_dtype}",
             torch_version=torch.__version__,
         ),
         cache_path=None if config.ns_cost_cache is None else Path(config.ns_cost_cache) / CACHE,

@@ -124,16 +124,15 @@ class Runtime:
         A collective: every rank iterates to the end.
         """
         for group in self.groups:
-            with torch.no_grad():
-                group.weights.revive()
-                group.write_masters()
-                group.gathering = self.engine.transport.all_gather_v(
-                    group.weights.raw, group.gather_table
-                )
-                group.wait_gathered()
-                for parameter in group.parameters:
-                    view = group.weights.raw_view(parameter.name, parameter.shape)
-                    yield parameter.name, view.clone()
+            group.weights.revive()
+            group.write_masters()
+            group.gathering = self.engine.transport.all_gather_v(
+                group.weights.raw, group.gather_table
+            )
+            group.wait_gathered()
+            for parameter in group.parameters:
+                view = group.weights.raw_view(parameter.name, parameter.shape)
+                yield parameter.name, view.clone()
             group.release_weights()
 
     def parameter_norm(self) -> float:

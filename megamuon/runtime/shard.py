@@ -24,8 +24,9 @@ from megamuon.optim.optimizer import OwnerOptimizer
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan, muon_shapes
 from megamuon.ownership.settings import Topology
+from megamuon.ownership.units import build_units
 from megamuon.runtime import hooks
-from megamuon.runtime.agreement import exchange_plan, integers_of_rank_zero
+from megamuon.runtime.agreement import exchange_plan, exchange_settings, integers_of_rank_zero
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
@@ -54,11 +55,13 @@ def shard(
     tensor, generator)`` fills the weights, each from a generator of its own, so that they do not
     depend on the ranks; without it the model's present weights are taken, and it must not be on
     the meta device.  ``plan`` is a stored plan: it is
-    reused if it is for these parameters, routes and ranks, and a new one is made if not.
+    reused if it is for these parameters, routes, ranks and planner settings, and a new one is
+    made if not.
 
     Works without a process group as one rank. Raises RoutingError, PlanMismatchError and
     ValueError.
     """
+    hooks.check_hook_contract()
     config = config or RuntimeConfig()
     device = device or _device_of(model)
     group = process_group
@@ -73,8 +76,9 @@ def shard(
         matrices_to=matrices_to,
         owner_layout=config.owner_layout,
     )
+    exchange_settings(_agreed_settings(config, parameters, plan), group)
     plan = _plan(parameters, plan, config, world, device, group)
-    exchange_plan(plan, _agreed_settings(config), group)
+    exchange_plan(plan, group)
     tensors = _parameters_by_name(model, parameters)
     groups = _build_groups(plan, rank, config, device)
     _fill_masters(groups, tensors, config, initial)
@@ -112,12 +116,18 @@ def _plan(
     group: dist.ProcessGroup | None,
 ) -> OwnershipPlan:
     topology = Topology(rows=1, columns=world)
-    if stored is not None and stored.topology == topology and stored.parameters == parameters:
-        return stored
     planner = replace(config.planner, bytes_per_element=config.compute_dtype.itemsize)
     if planner.policy == "lpt" and not muon_shapes(parameters):
         # Without Newton-Schulz every unit costs nothing and time cannot tell ranks apart.
         planner = replace(planner, policy="numel")
+    if stored is not None:
+        units = build_units(
+            parameters, threshold=config.unit_threshold, merge_experts=config.merge_experts
+        )
+        wanted = (topology, parameters, planner, units)
+        # All but the costs: measured again they would differ a little, and owners with them.
+        if wanted == (stored.topology, stored.parameters, stored.settings, stored.units):
+            return stored
     return build_plan(
         parameters,
         topology,
@@ -128,11 +138,18 @@ def _plan(
     )
 
 
-def _agreed_settings(config: RuntimeConfig) -> dict[str, str]:
-    """What else must be equal: all that decides the order, the size and the dtype of a
-    collective, and the optimizers' formulas.
+def _agreed_settings(
+    config: RuntimeConfig,
+    parameters: tuple[LogicalParameter, ...],
+    stored: OwnershipPlan | None,
+) -> dict[str, str]:
+    """What must be equal beside the plan: all that decides which collectives run, their order, size
+    and dtype, and the optimizers' formulas.
     """
     settings = {
+        "parameters": hashlib.sha256(repr(parameters).encode()).hexdigest()[:16],
+        "stored_plan": "none" if stored is None else stored.digest[:16],
+        "ns_cost": config.ns_cost,
         "zero_stage": str(config.zero_stage),
         "collectives": config.collectives,
         "compute": str(config.compute_dtype),
@@ -300,7 +317,10 @@ def _attach(
         elif group.name.startswith("table:"):
             modules = list(dict.fromkeys(using))
         else:
-            modules = [model.get_submodule(group.name)]
+            layer = model.get_submodule(group.name)
+            inside = set(layer.modules())
+            # Modules elsewhere that share a weight with the layer compute without calling it.
+            modules = [layer, *(m for m in dict.fromkeys(using) if m not in inside)]
         hooks.attach_group(engine, group, modules)
         hooks.attach_parameters(engine, group, parameters)
     hooks.attach_root_end(engine, model)

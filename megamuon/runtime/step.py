@@ -9,6 +9,7 @@ the equivalence tests.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class OwnerStep:
         norm, touched, nonfinite, zeros = self._norm()
         names = {p.name for p, bit in zip(self.trainable, touched, strict=True) if bit}
         untouched = tuple(p.name for p in self.trainable if p.name not in names)
-        skipped = bool(nonfinite) or norm != norm or norm == float("inf")
+        skipped = bool(nonfinite) or not math.isfinite(norm)
         if not skipped:
             self._clip(norm)
             self._update(names, lr_of, wd)
@@ -105,7 +106,11 @@ class OwnerStep:
         if windows:
             squares = torch.stack(torch._foreach_norm(windows)).to("cpu", torch.float64).square()
             for segment, square in zip(local, squares.tolist(), strict=True):
-                if square == square and square != float("inf"):
+                if not math.isfinite(square):
+                    # Squares of finite FP32 numbers overflow from 1.8e19 on; that is no reason to
+                    # skip a step.
+                    square = float(segment.window.to(torch.float64).square().sum())
+                if math.isfinite(square):
                     vector[0] += square
                 else:
                     vector[2 + self._place[segment.parameter.name]] += 2 * world

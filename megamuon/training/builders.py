@@ -21,6 +21,8 @@ from megamuon.optim import AdamWConfig, MuonConfig, NewtonSchulzConfig, Schedule
 from megamuon.ownership import PlannerSettings
 from megamuon.profiling import ProfilingSettings
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
+from megamuon.training.checkpointing import Progress
+from megamuon.training.failures import TrainingError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,43 +59,61 @@ def train_iterations(config: Config) -> int:
     return 0
 
 
-def sample_counts(config: Config) -> tuple[int, int, int]:
+def sample_counts(config: Config, progress: Progress | None = None) -> tuple[int, int, int]:
     """Samples of the training, validation and test set that the whole run may need (Megatron's
     rule).
+
+    Megatron counts as if all steps ran with the present flags.  A run that resumes (``progress``)
+    with another batch or evaluation interval may need more than that: what it has consumed, and
+    what its remaining steps will.
     """
-    training, flags = config.training, config.validation
-    steps = train_iterations(config)
-    train = training.train_samples or steps * (training.global_batch_size or 0)
-    rounds = (steps // flags.eval_interval if flags.eval_interval else 0) + 1
+    training, flags, done = config.training, config.validation, progress or Progress()
+    steps, size = train_iterations(config), training.global_batch_size or 0
+    train = training.train_samples or steps * size
+    train = max(train, done.consumed_train_samples + (steps - done.iteration) * size)
+
+    def rounds(step: int) -> int:
+        return step // flags.eval_interval if flags.eval_interval else 0
+
     each = flags.eval_iters * (flags.eval_global_batch_size or 0)
-    return 0 if training.skip_train else train, rounds * each, each
+    valid = (rounds(steps) + 1) * each
+    if training.skip_train:
+        return 0, valid, each
+    left = rounds(steps) - rounds(done.iteration) + 1
+    return train, max(valid, done.consumed_valid_samples + left * each), each
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    """The tokenizer that the flags describe."""
+    """The tokenizer that the flags describe.  Raises TrainingError that names the flag to change.
+
+    Building it reads the user's files, so what goes wrong is theirs to know, without a traceback.
+    """
     flags = config.tokenizer
-    return build_tokenizer(
-        flags.tokenizer_type,
-        flags.tokenizer_model,
-        flags.vocab_size,
-        vocab_file=flags.vocab_file,
-        merge_file=flags.merge_file,
-        eod_token=flags.eod_token,
-        trust_remote_code=flags.trust_remote_code,
-    )
+    try:
+        return build_tokenizer(
+            flags.tokenizer_type,
+            flags.tokenizer_model,
+            flags.vocab_size,
+            vocab_file=flags.vocab_file,
+            merge_file=flags.merge_file,
+            eod_token=flags.eod_token,
+            trust_remote_code=flags.trust_remote_code,
+        )
+    except (ValueError, OSError, ImportError) as error:
+        raise TrainingError(str(error)) from error
 
 
 def vocabulary_rows(config: Config, tokenizer: Tokenizer) -> int:
     """Rows of the embedding: given, or the larger of tokenizer's and preset's vocabulary, padded.
 
-    Raises ValueError where the tokenizer has more ids than rows were given.
+    Raises TrainingError where the tokenizer has more ids than rows were given.
     """
     flags = config.tokenizer
     if flags.padded_vocab_size is None:
         largest = max(tokenizer.vocab_size, flags.vocab_size or 0)
         return padded_vocab_size(largest, config.model.make_vocab_size_divisible_by)
     if flags.padded_vocab_size < tokenizer.vocab_size:
-        raise ValueError(
+        raise TrainingError(
             f"--padded-vocab-size {flags.padded_vocab_size}: the tokenizer has"
             f" {tokenizer.vocab_size} ids; give at least that many rows"
         )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megamuon.arguments import ConfigError, ParsedConfig, parse_config
+from megamuon.arguments import ConfigError, ExtraArgsProvider, ParsedConfig, parse_config
 from megamuon.mesh import MeshError, mesh_from_environment
 from megamuon.models import PRESETS
 from megamuon.training.checkpointing import read_checkpoint_args
@@ -24,9 +24,15 @@ SILENT_SECONDS = 3.0
 
 
 def parse_command_line(
-    argv: Sequence[str] | None = None, *, defaults: Mapping[str, Any] | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
 ) -> ParsedConfig:
-    """The configuration, or SystemExit(2) after every problem was printed on standard error."""
+    """The configuration, or SystemExit(2) after every problem was printed on standard error.
+
+    ``extra_args_provider(parser)`` adds a script's own flags; their values are in ``.extra``.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return parse_config(
@@ -34,6 +40,7 @@ def parse_command_line(
             presets=PRESETS,
             world_size=mesh_from_environment(device="cpu").world_size,
             defaults=defaults,
+            extra_args_provider=extra_args_provider,
             read_checkpoint_args=read_checkpoint_args,
         )
     except (ConfigError, MeshError) as error:

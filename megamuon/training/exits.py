@@ -72,7 +72,7 @@ class ExitWatch:
 
     @property
     def elapsed_minutes(self) -> float:
-        """Minutes since the start of the program."""
+        """Minutes since ``started``."""
         return (time.monotonic() - self.started) / 60.0
 
     def poll(self, mesh: Mesh) -> Requests:

@@ -59,7 +59,7 @@ KNOWN: tuple[type[BaseException], ...] = (
     WriterError,
 )
 # In these phases the input of the user is read, so plain errors of these types speak of it.
-INPUT_PHASES = ("reading datasets", "reading a batch", "building the tokenizer")
+INPUT_PHASES = ("reading datasets", "reading a batch")
 INPUT_ERRORS = (ValueError, OSError, ImportError, IndexError, RuntimeError)
 LOST = (
     "connection closed by peer",

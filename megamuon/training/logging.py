@@ -36,6 +36,7 @@ from megamuon.metrics import (
 )
 from megamuon.ownership import OwnershipPlan, summarize
 from megamuon.runtime import Runtime
+from megamuon.training.failures import TrainingError
 
 CONFIG_FILE = "config.json"
 FIRST_MEMORY_LINES = 2  # iterations after which memory is always printed
@@ -66,16 +67,29 @@ class Console:
 
 
 def write_config(config: Config, mesh: Mesh) -> None:
-    """``config.json`` in the checkpoint and TensorBoard directories, by rank 0."""
-    logging_level = config.logging.logging_level
-    if logging_level is not None:
-        logging.getLogger().setLevel(logging_level)
+    """``config.json`` in the checkpoint and TensorBoard directories, by rank 0.
+
+    Raises TrainingError naming the flag whose directory cannot be written.
+    """
     if mesh.rank != 0:
         return
-    for directory in {config.checkpoint.save, config.logging.tensorboard_dir} - {None}:
-        path = Path(str(directory))
-        path.mkdir(parents=True, exist_ok=True)
-        (path / CONFIG_FILE).write_text(config_to_json(config) + "\n", encoding="utf-8")
+    places = {"--save": config.checkpoint.save, "--tensorboard-dir": config.logging.tensorboard_dir}
+    for flag, directory in places.items():
+        if directory is None:
+            continue
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            (Path(directory) / CONFIG_FILE).write_text(config_to_json(config), encoding="utf-8")
+        except OSError as error:
+            raise TrainingError(
+                f"{flag} {directory}: cannot be written ({error.strerror}); name another directory"
+            ) from error
+
+
+def set_logging_level(config: Config) -> None:
+    """``--logging-level``: of Python's root logger, on every rank."""
+    if config.logging.logging_level is not None:
+        logging.getLogger().setLevel(config.logging.logging_level)
 
 
 def print_config(config: Config, notes: tuple[str, ...], console: Console) -> None:

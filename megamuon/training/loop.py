@@ -80,8 +80,8 @@ class Loop:
     def train(self) -> str | None:
         """Train to the last iteration.  Returns the reason for leaving early, None at the end."""
         parts, config = self.parts, self.config
-        stepper, stream = self._stepper(), self._stream("training", 0, self.sizes)
-        stream.consumed = self.progress.consumed_train_samples
+        consumed = self.progress.consumed_train_samples
+        stepper, stream = self._stepper(), self._stream("training", 0, self.sizes, consumed)
         profiler = Profiler(
             profiling_settings(config), rank=parts.mesh.rank, device=parts.mesh.device
         )
@@ -188,19 +188,23 @@ class Loop:
     def validate(self, where: str) -> None:
         """Evaluate the validation set from where the last evaluation stopped, and print the
         block.
+
+        With ``--skip-train`` it starts at the set's beginning (Megatron-LM's rule): the set is
+        built for this one evaluation, and the same samples are seen whatever the checkpoint.
         """
         if self.parts.datasets[1] is None:
             return
         if self._validation is None:
-            self._validation = self._stream("validation", 1, self.evaluation_sizes)
-            self._validation.consumed = self.progress.consumed_valid_samples
+            alone = self.config.training.skip_train
+            consumed = 0 if alone else self.progress.consumed_valid_samples
+            self._validation = self._stream("validation", 1, self.evaluation_sizes, consumed)
         result = self._evaluate(self._validation, where, "validation")
         self.progress.consumed_valid_samples += result.samples
 
     def test(self, where: str) -> None:
         """Evaluate the test set from its beginning, and print the block."""
         if self.parts.datasets[2] is not None:
-            self._evaluate(self._stream("test", 2, self.evaluation_sizes), where, "test")
+            self._evaluate(self._stream("test", 2, self.evaluation_sizes, 0), where, "test")
 
     def _evaluate(self, stream: BatchStream, where: str, kind: str) -> Evaluation:
         parts = self.parts
@@ -239,12 +243,12 @@ class Loop:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _stream(self, split: str, index: int, sizes: Batches) -> BatchStream:
+    def _stream(self, split: str, index: int, sizes: Batches, consumed: int) -> BatchStream:
         parts = self.parts
         return BatchStream(
             parts.datasets[index],
             split=split,
-            consumed=0,
+            consumed=consumed,
             micro_batch=sizes.micro,
             kind=self.config.data.dataloader_type or "single",
             mesh=parts.mesh,

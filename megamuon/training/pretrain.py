@@ -57,6 +57,7 @@ from megamuon.training.logging import (
     describe_optimizer,
     describe_plan,
     print_config,
+    set_logging_level,
     write_config,
 )
 from megamuon.training.loop import Loop, Parts
@@ -80,13 +81,13 @@ def pretrain(
     layers: Sequence[type[nn.Module]] | None = None,
     at_end: AtEnd | None = None,
 ) -> int:
-    """Train as ``parsed`` says and return the exit code: 0, or 1 after a failure that was
-    printed.
+    """Train as ``parsed`` says and return the exit code: 0, 1 after a failure that was printed,
+    130 after an interrupt from the keyboard.
 
     ``train_valid_test_datasets_provider([train, valid, test])`` gets sample counts and returns
     datasets or None. ``model_provider(pre_process=True, post_process=True)`` returns the model;
-    it is called on the meta device where the model can fill its own weights (``initialise_(name,
-    tensor, generator)``), else for real. ``forward_step(data_iterator, model)`` returns
+    it is called on the meta device, and again for real where the model cannot fill its own weights
+    (``initialise_(name, tensor, generator)``). ``forward_step(data_iterator, model)`` returns
     ``(output, loss_function)``; see ``training.reports``. ``layers``: classes of the layer
     groups, else the model's ``layer_classes``.  ``at_end(model)`` is called on all ranks after
     the last evaluation; its text is printed.
@@ -94,6 +95,7 @@ def pretrain(
     A process group that exists is used and left alone; otherwise one is made from the launcher's
     variables and destroyed.
     """
+    started = time.monotonic()  # --exit-duration-in-mins: waiting for the other ranks counts
     phase = Phase()
     # A caller that brings a process group goes on after a failure; else the process is ours to end.
     owns_group = not dist.is_initialized()
@@ -112,6 +114,7 @@ def pretrain(
             parsed=parsed,
             mesh=mesh,
             phase=phase,
+            started=started,
             layers=layers,
             at_end=at_end,
         )()
@@ -186,6 +189,7 @@ class _Run:
         parsed: ParsedConfig,
         mesh: Mesh,
         phase: Phase,
+        started: float,
         layers: Sequence[type[nn.Module]] | None,
         at_end: AtEnd | None,
     ) -> None:
@@ -199,13 +203,15 @@ class _Run:
         self.layers = layers
         self.at_end = at_end
         self.console = Console(mesh)
-        self.watch = ExitWatch(self.config, started=time.monotonic())
+        self.watch = ExitWatch(self.config, started=started)
 
     def __call__(self) -> None:
         self.phase("comparing the flags of the ranks")
         check_same_flags(self.config)
         seed_everything(self.config, self.mesh.rank)
         print_config(self.config, self.parsed.notes, self.console)
+        set_logging_level(self.config)
+        self.phase("writing the configuration")
         write_config(self.config, self.mesh)
         ranks = Ranks.create()
         with self.watch.armed():
@@ -259,7 +265,7 @@ class _Run:
             progress = checkpoints.resume(source, runtime, None if unread else schedule)
             checkpoints.last_saved = self._already_saved(source, progress)
         self.phase("reading datasets")
-        datasets = self.datasets_provider(list(sample_counts(config)))
+        datasets = self.datasets_provider(list(sample_counts(config, progress)))
         sync = torch.cuda.synchronize if mesh.device.type == "cuda" else None
         level = config.logging.timing_log_level
         timers = Timers(

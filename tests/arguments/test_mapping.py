@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megamuon.arguments.mapping import apply_mapped_flags
 from tests.support.command_lines import BASE, parse, problems
 
 
@@ -20,7 +21,7 @@ from tests.support.command_lines import BASE, parse, problems
         ("--use-distributed-optimizer", "parallel", "sharding", "fsdp"),
         ("--recompute-activations", "recompute", "recompute_granularity", "selective"),
         ("--accumulate-allreduce-grads-in-fp32", "precision", "grad_reduce_in_bf16", False),
-        ("--no-position-embedding", "model", "position_embedding_type", "none"),
+        ("--no-position-embedding", "model", "position_embedding_type", "rope"),  # the preset's
         (
             "--no-position-embedding --position-embedding-type rope",
             "model",
@@ -78,8 +79,9 @@ def test_words_from_files(tmp_path):
 
 def test_bad_files_of_words_are_problems_that_name_them(tmp_path):
     bad = tmp_path / "bad.json"
-    bad.write_text("[1]")
-    assert str(bad) in problems(f"--per-split-data-args-path {bad}")[0]
+    for text in ("[1]", "{", '{"dev": []}', '{"train": 3}', '{"train": ["1", 2]}'):
+        bad.write_text(text)
+        assert f"{bad}: cannot be read" in problems(f"--per-split-data-args-path {bad}")[0], text
     assert "missing" in problems(f"--data-args-path {tmp_path / 'missing'}")[0]
 
 
@@ -99,3 +101,8 @@ def test_a_line_is_a_preset_of_three_flags():
     ownership = parse("--line C --collectives per_owner").config.ownership
     assert (ownership.param_layout, ownership.collectives) == ("owner", "per_owner")
     assert "must be one of C" in problems("--line D")[0]
+
+
+def test_without_rotary_positions_there_are_none_at_all():
+    filled = apply_mapped_flags({"add_position_embedding": False}, {}, {})
+    assert filled.values == {"position_embedding_type": "none"}

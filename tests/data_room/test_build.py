@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -119,7 +118,7 @@ def test_unweighted_blends(prefixes: list[str]) -> None:
     assert len(more) == sum(lengths)
 
 
-def test_separate_paths_and_files(prefixes: list[str], tmp_path: Path) -> None:
+def test_separate_paths(prefixes: list[str]) -> None:
     apart = spec(
         split=None,
         train_data_path=[prefixes[0]],
@@ -129,13 +128,6 @@ def test_separate_paths_and_files(prefixes: list[str], tmp_path: Path) -> None:
     assert isinstance(train, GPTDataset)
     assert isinstance(valid, BlendedDataset)
     assert (train.spec.bounds, test) == ((0, 40), None)
-    content = {"train": [prefixes[0]], "valid": f"1 {prefixes[1]} 3 {prefixes[2]}"}
-    (tmp_path / "splits.json").write_text(json.dumps(content))
-    per_split = spec(split=None, per_split_data_args_path=str(tmp_path / "splits.json"))
-    assert split_sources(per_split) == split_sources(apart)
-    (tmp_path / "words.txt").write_text(f"0.3 {prefixes[0]}\n0.7 {prefixes[1]}\n")
-    from_file = split_sources(spec(data_args_path=str(tmp_path / "words.txt")))
-    assert from_file == split_sources(spec(data_path=["0.3", prefixes[0], "0.7", prefixes[1]]))
 
 
 def test_default_split_warns(prefixes: list[str]) -> None:
@@ -150,10 +142,7 @@ def test_default_split_warns(prefixes: list[str]) -> None:
     [
         ({}, "no data: give --data-path"),
         ({"data_path": ["a"], "train_data_path": ["b"]}, "--data-path and --train-data-path"),
-        ({"data_path": ["a"], "data_args_path": "b"}, "--data-path and --data-args-path"),
         ({"train_data_path": ["a"]}, "--split '80,20,0' contradicts --train-data-path"),
-        ({"data_args_path": "absent"}, "--data-args-path absent: cannot be read"),
-        ({"split": None, "per_split_data_args_path": "absent"}, "--per-split-data-args-path"),
         ({"mock_data": True, "data_path": ["a"]}, "--mock-data contradicts"),
         ({"data_path": ["1", "a", "x", "b"]}, "--data-path"),
     ],
@@ -161,14 +150,6 @@ def test_default_split_warns(prefixes: list[str]) -> None:
 def test_contradictions(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         build_train_valid_test(spec(**fields))
-
-
-def test_bad_per_split_files(tmp_path: Path) -> None:
-    path = tmp_path / "splits.json"
-    for text, words in (("{", "not JSON"), ('{"dev": []}', "keys"), ('{"train": 3}', "train")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=words):
-            split_sources(spec(split=None, per_split_data_args_path=str(path)))
 
 
 def test_a_split_without_sequences_is_named(prefixes: list[str]) -> None:

@@ -147,6 +147,11 @@ def test_errors_name_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):
         build_tokenizer("HuggingFaceTokenizer", str(tmp_path))
+    files = {"vocab_file": str(tmp_path / "v"), "merge_file": str(tmp_path / "m")}
+    for path in files.values():
+        Path(path).write_text("{")
+    with pytest.raises(ValueError, match=r"--vocab-file .*v and --merge-file .*m: not a vocab"):
+        build_tokenizer("GPT2BPETokenizer", **files)
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(ImportError, match="pip install sentencepiece"):
         build_tokenizer("SentencePieceTokenizer", str(tmp_path / "tokenizer.json"))

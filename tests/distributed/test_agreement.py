@@ -35,6 +35,8 @@ def work(rank: int, world: int) -> dict[str, object]:
         "agreeing": attempt(),
         "policy": attempt(planner=other),
         "settings": attempt(zero_stage=2 if rank == 2 else 3),
+        # Only rank 1 would enter the collective of the measured costs.
+        "cost": attempt(ns_cost="measured" if rank == 1 else "closed-form"),
         "optimizer": attempt(optimizer=OptimizerSettings(muon=muon)),
         "measured": measured,
         "median": median_over_ranks([float(rank), 10.0 - rank], dist.group.WORLD),
@@ -65,6 +67,11 @@ def test_different_settings_are_found_too(results: list[dict]) -> None:
         )
 
 
+def test_different_cost_sources_do_not_meet_in_a_collective(results: list[dict]) -> None:
+    for result in results:
+        assert "rank 1: settings ns_cost=closed-form on rank 0" in result["cost"]
+
+
 def test_measured_costs_are_shared(results: list[dict]) -> None:
     assert len({r["measured"] for r in results}) == 1
     assert all(r["median"] == [1.0, 9.0] for r in results)
@@ -85,6 +92,14 @@ def test_a_stored_plan_is_reused_where_it_fits() -> None:
     plan = shard(model, layers=(Block,)).plan
     again = shard(build(SCENARIOS["plain"]).float(), layers=(Block,), plan=plan)
     assert again.plan is plan
+    for settings in (
+        RuntimeConfig(unit_threshold=50),
+        RuntimeConfig(planner=PlannerSettings(policy="round_robin")),
+    ):
+        changed = shard(
+            build(SCENARIOS["plain"]).float(), layers=(Block,), plan=plan, config=settings
+        )
+        assert changed.plan is not plan
     other = shard(build(SCENARIOS["tied table"]).float(), layers=(Block,), plan=plan)
     assert other.plan is not plan and other.plan.parameters != plan.parameters
 

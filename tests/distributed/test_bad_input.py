@@ -153,6 +153,12 @@ def differing(tmp_path: Path) -> Iterator[tuple[list[Words], str]]:
         "--train-iters is 6 on rank 0 and 3 on rank 1; --lr is 0.01 on rank 0 and 0.5 on rank 1",
     )
 
+    yield (
+        [both[0], both[1] + ["--load", str(tmp_path), "--sample-prompt", "x"]],
+        "--sample-prompt is None on rank 0 and 'x' on rank 1;"
+        " --load is 'not given' on rank 0 and 'given' on rank 1",
+    )
+
 
 def test_ranks_whose_flags_or_plans_differ_say_how(tmp_path: Path) -> None:
     began = time.monotonic()

@@ -25,6 +25,7 @@ def _fail(rank: int, world: int) -> None:
 
 
 def _die(rank: int, world: int) -> int:
+    dist.barrier()  # rank 0 has joined: a death during its start would be another case
     if rank == 1:
         print("last words", flush=True)
         os._exit(9)

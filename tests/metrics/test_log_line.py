@@ -39,8 +39,6 @@ def test_every_optional_field_has_its_place() -> None:
     full = dataclasses.replace(
         RECORD,
         skipped_samples=32,
-        joules_per_gpu=5.0,
-        watts_per_gpu=700.0,
         losses={"lm loss": 1.0, "z_loss": 2.0},
         zeros_in_grad=7,
         params_norm=3.0,
@@ -54,8 +52,6 @@ def test_every_optional_field_has_its_place() -> None:
         "skipped samples",
         "elapsed time per iteration (ms)",
         "throughput per GPU (TFLOP/s/GPU)",
-        "energy per GPU (J/iter/GPU)",
-        "power per GPU (W/GPU)",
         "learning rate",
         "global batch size",
         "lm loss",

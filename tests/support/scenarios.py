@@ -101,6 +101,14 @@ class Nested(Stack):
         return {"out": (super().forward(x),)}
 
 
+class SharedWeights(Stack):
+    """The last block computes with a matrix of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up.weight = self.blocks[0].up.weight
+
+
 class Tied(nn.Module):
     """A token table used as the head too; 7 rows divide by no rank count here."""
 
@@ -190,6 +198,12 @@ SCENARIOS: dict[str, Scenario] = {
     "opaque outputs": Scenario(build=OddStack, loss=lambda m, r, s: m(inputs(r, s)).square().sum()),
     "opaque outputs of foreign operations": Scenario(
         build=ForeignOddStack, loss=lambda m, r, s: m(inputs(r, s)).square().sum(), stages=(2,)
+    ),
+    "opaque outputs of a frozen layer": Scenario(
+        build=OddStack, loss=_frozen_loss, freeze=("blocks.1",)
+    ),
+    "layers that share a weight": Scenario(
+        build=SharedWeights, loss=lambda m, r, s: m(inputs(r, s)).square().sum()
     ),
     "nested outputs": Scenario(
         build=Nested, loss=lambda m, r, s: m(inputs(r, s))["out"][0].square().sum()

@@ -48,7 +48,7 @@ def test_train_resume_sample(
     variables = {"ARGS": "--seq-length 32 --eval-iters 1 --ns-cost closed-form", "RESUME": ""}
     text = call(tmp_path, *small, "--json", str(tmp_path / "figures.json"), **variables)
     assert text.count("pretrain_gpt.py --model nano") == 2
-    assert "exiting program at iteration 4" in text
+    assert "exiting program at iteration 5" in text
     assert "successfully loaded checkpoint from" in text
     assert "def read_lines(path):" in text
     figures = json.loads((tmp_path / "figures.json").read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from megamuon.training.builders import (
     train_iterations,
     vocabulary_rows,
 )
+from megamuon.training.checkpointing import Progress
+from megamuon.training.failures import TrainingError
 from tests.support.training import flags
 
 
@@ -41,6 +44,15 @@ def test_sample_counts_follow_megatrons_rule() -> None:
     samples = config_of(train_iters=None, train_samples=44, global_batch_size=4)
     assert train_iterations(samples) == 11
     assert sample_counts(samples)[0] == 44
+
+
+def test_sample_counts_cover_what_a_resumed_run_still_reads() -> None:
+    config = config_of(train_iters=10, global_batch_size=4, eval_interval=3, eval_iters=5)
+    as_planned = Progress(iteration=6, consumed_train_samples=24, consumed_valid_samples=2 * 5 * 4)
+    assert sample_counts(config, as_planned) == sample_counts(config)
+    # Evaluated at every step, and with a larger batch, before the flags were changed.
+    other = Progress(iteration=6, consumed_train_samples=48, consumed_valid_samples=6 * 5 * 4)
+    assert sample_counts(config, other) == (48 + 4 * 4, (6 + 1 + 1) * 5 * 4, 5 * 4)
 
 
 def test_schedule_counts_samples() -> None:
@@ -177,5 +189,18 @@ def test_vocabulary_rows() -> None:
     given = config_of(padded_vocab_size=300)
     assert vocabulary_rows(given, tokenizer_of(given)) == 300
     short = replace(given, tokenizer=replace(given.tokenizer, padded_vocab_size=100))
-    with pytest.raises(ValueError, match="--padded-vocab-size 100.*257 ids"):
+    with pytest.raises(TrainingError, match="--padded-vocab-size 100.*257 ids"):
         vocabulary_rows(short, tokenizer_of(short))
+
+
+def test_a_tokenizer_that_cannot_be_built_is_one_line_for_the_user(tmp_path: Path) -> None:
+    config = config_of()
+    for content in (None, "{"):
+        path = tmp_path / f"{content}.json"
+        if content is not None:
+            path.write_text(content)
+        flags = replace(
+            config.tokenizer, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path)
+        )
+        with pytest.raises(TrainingError, match="--tokenizer-model .*json: no"):
+            tokenizer_of(replace(config, tokenizer=flags))

@@ -107,6 +107,18 @@ def test_without_optimizer_state_a_resume_says_what_to_do(
     assert train(flags(**shared, train_iters=4, load=tmp_path, no_load_optim=True)) == 0
 
 
+def test_an_architecture_of_the_same_shapes_and_another_meaning_is_refused(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = flags(
+        **{**QUICK, "save_interval": None}, train_iters=4, global_batch_size=4, load=saved
+    )
+    assert train([*words, "--apply-layernorm-1p", "--rotary-percent", "0.5"]) == 1
+    text = capsys.readouterr().err
+    assert "layernorm_zero_centered_gamma is False in the checkpoint and True here" in text
+    assert "rotary_percent is 1.0 in the checkpoint and 0.5 here" in text
+
+
 def test_schedule_modes_on_resume(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from megamuon.training import parse_command_line
@@ -24,6 +26,15 @@ def test_all_problems_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> Non
     for part in ("--lr", "--save somewhere: needs --save-interval", "--zero-stage", "--bf16 and"):
         assert part in text
     assert len(lines) == 4
+
+
+def test_a_script_can_add_flags_of_its_own() -> None:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--mixture", type=int, default=3)
+
+    assert parse_command_line(flags(), extra_args_provider=add).extra.mixture == 3
+    parsed = parse_command_line([*flags(), "--mixture", "5"], extra_args_provider=add)
+    assert parsed.extra.mixture == 5
 
 
 def test_other_local_ranks_speak_late_and_in_one_line(

@@ -234,6 +234,31 @@ def test_skip_train_evaluates_a_checkpoint(
     assert not LOG_LINE.search(text)
 
 
+def test_skip_train_evaluates_the_same_samples_whatever_the_checkpoint_has_seen(
+    tmp_path: Path,
+) -> None:
+    trained, fresh, resumed = Recorded(), Recorded(), Recorded()
+    words = flags(train_iters=4, eval_interval=2, save=tmp_path, save_interval=4)
+    assert train(words, trained) == 0
+    assert documents(tmp_path, 4)["counters"]["consumed_valid_samples"] > 0
+    alone = {"train_iters": None, "lr": None, "skip_train": True}
+    assert train(flags(**alone), fresh) == 0
+    assert train(flags(**alone, load=tmp_path), resumed) == 0
+    assert resumed.first_tokens[False] == fresh.first_tokens[False]
+
+
+def test_a_directory_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for flag in ("save", "tensorboard_dir"):
+        place = tmp_path / "file" / "below"
+        words = flags(**{flag: place}, save_interval=2 if flag == "save" else None)
+        assert train(words) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: --{flag.replace('_', '-')} {place}: cannot be written (")
+
+
 def test_documents_of_a_sample_can_be_kept_apart() -> None:
     """The mock data has ends of documents: attention that stops there changes the loss."""
     runs = []

@@ -4,13 +4,14 @@ Three systems train the same stack of linear layers in one process group, interl
 formula (the standard Newton-Schulz form, Polar Express coefficients, FP32), so that only the
 distribution differs:
 
-  owners        this runtime: every matrix is updated once, by its owner fsdp2_muon    the iteration
-  on FSDP2 ``DTensor``s, as ``torch.optim.Muon`` runs it: every product is a DTensor operation
+  owners        this runtime: every matrix is updated once, by its owner
+  fsdp2_muon    the iteration on FSDP2 ``DTensor``s, as ``torch.optim.Muon`` runs it: every product
+                is a DTensor operation
   gather_once   one all-gather of all momenta, then Newton-Schulz of every matrix on every rank
 
-``stock_muon`` (``torch.optim.Muon`` itself, BF16) is timed beside them on the small setting for
+With ``--stock``, ``torch.optim.Muon`` itself (BF16) is timed beside them on the small setting, for
 information: BF16 is emulated on most CPUs, which would flatter us. Collectives inside our step are
-counted by wrapping the calls.
+counted as torch dispatches them.
 
     python tools/bench/optimizer_step.py --ranks 4 --json out.json
 """
@@ -280,6 +281,9 @@ def main() -> int:
     parser.add_argument("--stock", action="store_true", help="time torch.optim.Muon (BF16) too")
     parser.add_argument("--json", type=Path, help="write the result there")
     options = parser.parse_args()
+    rows = min(out for _, shapes in SETTINGS.values() for out, _ in shapes)
+    if options.ranks < 1 or rows % options.ranks:  # gather_once cuts matrices into equal shards
+        parser.error(f"--ranks {options.ranks}: choose a divisor of {rows}, the fewest rows")
     warn_if_busy()
     with tempfile.TemporaryDirectory() as folder:
         results = run_bench_ranks(

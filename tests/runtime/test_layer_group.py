@@ -1,0 +1,85 @@
+"""What one rank holds of a group: masters, windows and tables follow the plan's segments."""
+
+from __future__ import annotations
+
+import torch
+
+from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.ownership import Topology, build_plan, closed_form_cost
+from megamuon.runtime.layer_group import LayerGroup
+
+
+def parameter(name: str, *shape: int, route: Route, even: bool = False) -> LogicalParameter:
+    return LogicalParameter(
+        name=name,
+        shape=shape,
+        kind=Kind.MATRIX,
+        route=route,
+        layout=Layout.EVEN if even else Layout.OWNER,
+        reason="test",
+        layer="layers.0",
+    )
+
+
+PARAMETERS = (
+    parameter("table", 5, 2, route=Route.ADAMW_SHARDED, even=True),
+    parameter("frozen", 4, 3, route=Route.FROZEN),
+    parameter("matrix", 3, 4, route=Route.MUON),
+    parameter("scalar", route=Route.ADAMW_OWNER),
+)
+
+
+def groups(world: int) -> list[LayerGroup]:
+    topology = Topology(rows=1, columns=world)
+    plan = build_plan(PARAMETERS, topology, closed_form_cost(), threshold=1)
+    return [
+        LayerGroup(
+            index=0,
+            name="layers.0",
+            parameters=PARAMETERS,
+            plan=plan,
+            rank=rank,
+            compute_dtype=torch.bfloat16,
+            master_dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+        for rank in range(world)
+    ]
+
+
+def test_ranks_hold_every_element_once() -> None:
+    for world in (1, 2, 3):
+        made = groups(world)
+        elements = sum(p.numel for p in PARAMETERS)
+        frozen = PARAMETERS[1].numel
+        assert sum(g.master.numel() for g in made) == elements
+        assert sum(g.window.numel() for g in made) == elements - frozen
+        for rank, group in enumerate(made):
+            assert group.gather_table.sizes[rank] == group.master.numel()
+            assert group.reduce_table.sizes[rank] == group.window.numel()
+            for segment in group.local:
+                assert (segment.window is None) == (segment.parameter.name == "frozen")
+                shape = segment.parameter.shape
+                assert segment.shaped(segment.master).shape == (
+                    (segment.rows[1], *shape[1:]) if shape else ()
+                )
+
+
+def test_a_new_group_holds_no_weights_and_no_slots() -> None:
+    """Else sharding would need the memory of the whole model on every rank."""
+    for group in groups(2):
+        assert group.weights.resident_bytes == group.gradients.resident_bytes == 0
+        assert group.weights.raw.untyped_storage().nbytes() == 0
+
+
+def test_masters_reach_their_place_in_the_buffer() -> None:
+    for group in groups(2):
+        group.master.copy_(torch.arange(group.master.numel()) + 1.0)
+        group.weights.revive()
+        group.weights.raw.zero_()
+        group.write_masters()
+        for segment in group.local:
+            name = segment.parameter.name
+            piece = group.weights.raw_piece(name, segment.start, segment.stop)
+            assert torch.equal(piece.float(), segment.master)
+        assert int(group.weights.raw.count_nonzero()) == group.master.numel()
