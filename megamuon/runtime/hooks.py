@@ -77,7 +77,7 @@ def check_hook_contract() -> None:
     if fired != [True] or not slot.written:
         raise RuntimeError(
             f"torch {torch.__version__} does not report parameters whose gradients are written in"
-            " place (post-accumulate hooks): use a release of 2.13"
+            " place (post-accumulate hooks): 2.11 and 2.13 do"
         )
 
 
