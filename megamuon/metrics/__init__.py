@@ -10,7 +10,7 @@ from megamuon.metrics.interval import (
     tokens_per_second,
 )
 from megamuon.metrics.log_line import LogRecord, log_line, memory_line, perplexity, validation_block
-from megamuon.metrics.progress import ProgressDisplay
+from megamuon.metrics.progress import ProgressDisplay, write_line
 from megamuon.metrics.timers import Timers, slowest, timer_summary
 from megamuon.metrics.writers import MetricsWriter, WriterError, build_writer
 
@@ -31,4 +31,5 @@ __all__ = [
     "timer_summary",
     "tokens_per_second",
     "validation_block",
+    "write_line",
 ]

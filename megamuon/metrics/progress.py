@@ -18,6 +18,16 @@ MINIMUM_SECONDS = 0.1  # between two redraws: a terminal over a slow link must n
 ERASE = "\r\x1b[2K"
 
 
+def write_line(text: str, stream: TextIO) -> None:
+    """Write a whole line at once.
+
+    Ranks share a log. ``print`` hands text and line break over apart, and where standard output is
+    unbuffered another rank's line can come between them.
+    """
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
 class ProgressDisplay:
     """``total`` iterations, of which ``done`` are behind us at the start (a resumed run)."""
 
@@ -63,7 +73,7 @@ class ProgressDisplay:
     def write(self, text: str, stream: TextIO | None = None) -> None:
         """Print a line above the live one (log lines go to standard output)."""
         self._erase()
-        print(text, file=sys.stdout if stream is None else stream, flush=True)
+        write_line(text, sys.stdout if stream is None else stream)
         self._draw()
 
     def close(self) -> None:

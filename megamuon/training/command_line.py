@@ -14,6 +14,7 @@ from typing import Any
 
 from megamuon.arguments import ConfigError, ExtraArgsProvider, ParsedConfig, parse_config
 from megamuon.mesh import MeshError, mesh_from_environment
+from megamuon.metrics import write_line
 from megamuon.models import PRESETS
 from megamuon.training.checkpointing import read_checkpoint_args
 
@@ -45,9 +46,9 @@ def parse_command_line(
         )
     except (ConfigError, MeshError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}".replace("\n", "\nerror: "), file=sys.stderr, flush=True)
+            write_line(f"error: {error}".replace("\n", "\nerror: "), sys.stderr)
         else:
             time.sleep(SILENT_SECONDS)
             first = str(error).splitlines()[0]
-            print(f"rank {os.environ.get('RANK')}: error: {first}", file=sys.stderr, flush=True)
+            write_line(f"rank {os.environ.get('RANK')}: error: {first}", sys.stderr)
         raise SystemExit(EXIT_USAGE) from None

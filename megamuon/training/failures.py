@@ -26,7 +26,7 @@ from megamuon.checkpoint import CheckpointError
 from megamuon.collectives import CollectiveError
 from megamuon.matrices import RoutingError
 from megamuon.mesh import MeshError, backend_reason
-from megamuon.metrics import WriterError
+from megamuon.metrics import WriterError, write_line
 from megamuon.models import ModelConfigError
 from megamuon.ownership import CostError, PlanError
 from megamuon.profiling import ProfilingError
@@ -129,7 +129,7 @@ def report(error: BaseException, phase: Phase, *, debug: bool = False) -> None:
         return
     if unknown or debug or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         line = "".join(traceback.format_exception(error)) + line
-    print(line, file=sys.stderr, flush=True)
+    write_line(line, sys.stderr)
 
 
 def _said_elsewhere(line: str) -> bool:

@@ -9,6 +9,7 @@ one, scalars are those of their iteration. Tested by ``tests/training/test_loop.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +34,7 @@ from megamuon.metrics import (
     timer_summary,
     tokens_per_second,
     validation_block,
+    write_line,
 )
 from megamuon.ownership import OwnershipPlan, summarize
 from megamuon.runtime import Runtime
@@ -63,7 +65,7 @@ class Console:
         if self.display is not None:
             self.display.write(text)
         else:
-            print(text, flush=True)
+            write_line(text, sys.stdout)
 
 
 def write_config(config: Config, mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from megamuon.metrics.progress import ERASE, ProgressDisplay, duration
+from megamuon.metrics.progress import ERASE, ProgressDisplay, duration, write_line
 
 
 class Terminal(io.StringIO):
@@ -76,3 +76,15 @@ def test_modes_and_durations() -> None:
     with pytest.raises(ValueError, match="--progress is 'maybe'"):
         ProgressDisplay(1, mode="maybe")
     assert [duration(value) for value in (0, 59.6, 3723)] == ["0:00", "1:00", "1:02:03"]
+
+
+def test_a_line_reaches_the_log_in_one_piece() -> None:
+    pieces: list[str] = []
+
+    class Log(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    write_line("iteration 1", Log())
+    assert pieces == ["iteration 1\n"]
