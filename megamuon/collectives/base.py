@@ -162,6 +162,13 @@ class Transport(abc.ABC):
         reused at once, or after ``wait()`` where the work ``borrows`` them.
         """
 
+    def reduce_alone(
+        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool
+    ) -> Work:
+        """``reduce_scatter_v`` on one rank: nothing travels, but the wire dtype still rounds."""
+        mean_into([pack(slots, table.of(0), self.wire_dtype)], window, 1, first=first)
+        return Work(name="reduction")
+
     @staticmethod
     def native(buffer: Tensor) -> bool:
         """Whether NCCL moves this buffer (it does on GPUs; Gloo serves CPU ranks)."""

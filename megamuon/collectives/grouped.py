@@ -62,8 +62,7 @@ class GroupedTransport(Transport):
     ) -> Work:
         """See Transport."""
         if self.world == 1:
-            mean_into([pack(slots, table.of(0), self.wire_dtype)], window, 1, first=first)
-            return Work(name="reduction")
+            return self.reduce_alone(slots, table, window, first=first)
         if self.native(slots):
             return coalesced_reduces(self, slots, table, window, first=first)
         sizes = table.sizes

@@ -63,8 +63,7 @@ class PerOwnerTransport(Transport):
         in FP32.
         """
         if self.world == 1:
-            mean_into([pack(slots, table.of(0), self.wire_dtype)], window, 1, first=first)
-            return Work(name="reduction")
+            return self.reduce_alone(slots, table, window, first=first)
         handles, kept = [], []
         finish: Callable[[], None] | None = None
         for rank, size in enumerate(table.sizes):

@@ -54,9 +54,8 @@ def shard(
     module)`` may send a parameter elsewhere than its module declares.  ``initial(name, whole
     tensor, generator)`` fills the weights, each from a generator of its own, so that they do not
     depend on the ranks; without it the model's present weights are taken, and it must not be on
-    the meta device.  ``plan`` is a stored plan: it is
-    reused if it is for these parameters, routes, ranks and planner settings, and a new one is
-    made if not.
+    the meta device.  ``plan`` is a stored plan: it is reused if it is for these parameters,
+    routes, ranks and planner settings, and a new one is made if not.
 
     Works without a process group as one rank. Raises RoutingError, PlanMismatchError and
     ValueError.
