@@ -10,8 +10,9 @@ tensor without a declaration is an error, never a silent AdamW. Tested by
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,6 +28,7 @@ class Kind(StrEnum):
     QK_NORM = (
         "qk_norm"  # the gain of a query or key norm: a vector with a weight decay rule of its own
     )
+    ROUTER = "router"  # a map onto experts or a gate: 2-D, but trained element by element
     EMBEDDING = "embedding"  # a token or position table
     HEAD = "head"  # the output projection onto the vocabulary
 
@@ -54,6 +56,28 @@ class RoutingError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How tensor parallelism cuts a parameter: piece t is ``bounds[t]..bounds[t + 1]`` of a dim."""
+
+    dim: int
+    bounds: tuple[int, ...]  # one more than there are tp ranks, from 0 to the whole size of the dim
+
+    def __post_init__(self) -> None:
+        rising = all(a <= b for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or not rising:
+            raise ValueError(f"bounds of a cut must rise from 0, got {self.bounds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where tensor parallelism puts one parameter, as ``megamuon/sharding`` says it."""
+
+    shape: tuple[int, ...]  # the whole parameter's
+    cut: Cut | None = None  # None: every tp rank holds the whole
+    partial: bool = False  # replicated, but each tp rank's gradient is a part of the sum
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogicalParameter:
     """One whole parameter of the model, whatever the sharding."""
 
@@ -69,14 +93,31 @@ class LogicalParameter:
     fusion: str = (
         ""  # parameters with the same non-empty key lie back to back in the compute buffer
     )
+    cut: Cut | None = None  # along the tp axis; None: whole on every tp rank
+    tp_partial: bool = False  # whole on every tp rank, gradients to be summed over them
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        """Number of elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def piece_shape(self, tp_rank: int) -> tuple[int, ...]:
+        """Shape of what a tp rank holds: the whole shape where nothing is cut."""
+        if self.cut is None:
+            return self.shape
+        size = self.cut.bounds[tp_rank + 1] - self.cut.bounds[tp_rank]
+        return (*self.shape[: self.cut.dim], size, *self.shape[self.cut.dim + 1 :])
+
+    def piece_numel(self, tp_rank: int) -> int:
+        """Number of elements that a tp rank holds."""
+        return math.prod(self.piece_shape(tp_rank))
+
+    def piece_offset(self, tp_rank: int) -> tuple[int, ...]:
+        """Where a tp rank's piece starts in the whole."""
+        start = [0] * len(self.shape)
+        if self.cut is not None:
+            start[self.cut.dim] = self.cut.bounds[tp_rank]
+        return tuple(start)
 
     @property
     def trainable(self) -> bool:
@@ -160,11 +201,13 @@ def _fusion_keys(model: nn.Module) -> dict[int, str]:
     for path, module in model.named_modules():
         for block in getattr(module, "fusion_blocks", ()):
             members = [module.get_submodule(child) for child in block]
+            # A block of experts has hundreds of members: its ends name it as well.
+            label = "|".join(block if len(block) <= 4 else (block[0], "..", block[-1]))
             for attribute in ("weight", "bias"):
                 for member in members:
                     parameter = getattr(member, attribute, None)
                     if parameter is not None:
-                        keys[id(parameter)] = f"{path}:{'|'.join(block)}.{attribute}"
+                        keys[id(parameter)] = f"{path}:{label}.{attribute}"
     return keys
 
 
@@ -175,17 +218,19 @@ def _routed(kind: Kind, trainable: bool, matrices_to: Route) -> tuple[Route, str
         if matrices_to is Route.MUON:
             return Route.MUON, "declared as a matrix"
         return matrices_to, "declared as a matrix; --optimizer asks for AdamW or SGD"
+    if kind is Kind.ROUTER:
+        return Route.ADAMW_OWNER, "router or gate, updated element by element on its owner"
     if kind in (Kind.VECTOR, Kind.QK_NORM):
         return Route.ADAMW_OWNER, "element-wise parameter, updated on the owner of its unit"
     name = "token table" if kind is Kind.EMBEDDING else "output head"
     return Route.ADAMW_SHARDED, f"{name}: even slices over the shard ranks"
 
 
-def _muon_problem(name: str, parameter: torch.Tensor, owner_layout: bool) -> str | None:
+def _muon_problem(name: str, parameter: torch.Tensor, whole: bool) -> str | None:
     """Why Muon cannot train this parameter; None where it can."""
     if parameter.ndim != 2:
         return f"{name} {tuple(parameter.shape)}: a Muon matrix must be 2-D"
-    if not owner_layout:
+    if not whole:
         return f"{name}: Muon needs whole matrices, and owner_layout is False"
     return None
 
@@ -204,13 +249,17 @@ def collect(
     route: RouteFunction | None = None,
     matrices_to: Route = Route.MUON,
     owner_layout: bool = True,
+    gathered_update: bool = False,
+    placements: Mapping[str, Placement] | None = None,
 ) -> tuple[LogicalParameter, ...]:
     """All logical parameters of ``model`` in registration order, each with its route.
 
     ``layers``: classes whose outermost instances are layer groups. ``route(name, parameter,
     module)`` overrides the declared route; it returns None to keep it. ``matrices_to`` is where
     declared matrices go by default. ``owner_layout=False`` puts every parameter in even slices
-    (``--param-layout even``).
+    (``--param-layout even``), which a matrix optimizer can use only with ``gathered_update``
+    (``--matrix-update gather``). ``placements``: by parameter name, for a model whose modules hold
+    the pieces of one tp rank; shapes are those of the whole.
 
     Raises RoutingError that names all parameters with no declared kind (fail closed), and any Muon
     route on a parameter that is not 2-D or would lie in slices.
@@ -237,15 +286,17 @@ def collect(
         target, reason = _routed(kind, parameter.requires_grad, matrices_to)
         if chosen is not None and parameter.requires_grad:
             target, reason = Route(chosen), "chosen by the route function"
-        problem = _muon_problem(name, parameter, owner_layout) if target is Route.MUON else None
+        whole = owner_layout or gathered_update
+        problem = _muon_problem(name, parameter, whole) if target is Route.MUON else None
         if problem is not None:
             problems.append(problem)
             continue
         seen[id(parameter)] = len(found)
+        placed = (placements or {}).get(name) or Placement(shape=tuple(parameter.shape))
         found.append(
             {
                 "name": name,
-                "shape": tuple(parameter.shape),
+                "shape": placed.shape,
                 "kind": kind,
                 "route": target,
                 "layout": _layout(target, kind, parameter.ndim, owner_layout),
@@ -254,6 +305,8 @@ def collect(
                 "expert": bool(getattr(module, "is_expert", False)),
                 "aliases": (),
                 "fusion": fusion.get(id(parameter), ""),
+                "cut": placed.cut,
+                "tp_partial": placed.partial,
             }
         )
     if problems:

@@ -1,23 +1,29 @@
-"""The grid of ranks, and the process group under it.
+"""The grid of ranks, and the process groups over it.
 
-Owns the axes: ``rows`` (replicas, one node each) and ``columns`` (shards inside a row); global rank
-= row * columns + column. Invariant: a Mesh is frozen and the same on every rank but for ``rank``,
-``local_rank`` and ``device``; FSDP is one row. Nothing outside this file reads the launcher's
-environment variables. Tested by ``tests/test_mesh.py``.
+Owns the axes: ``rows`` (the replicate axis: one node each), ``columns`` (the shard axis, inside a
+row) and ``tp`` (tensor parallelism, innermost); global rank = (row * columns + column) * tp + tp
+rank. Invariant: a Mesh is frozen and the same on every rank but for ``rank``, ``local_rank`` and
+``device``; FSDP is one row. Nothing outside this file reads the launcher's environment variables.
+Tested by ``tests/test_mesh.py`` and ``tests/distributed/test_grid.py``.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+# Axis -> the dims of a (rows, columns, tp) array of ranks along which its groups run.
+AXES = {"replicate": (0,), "shard": (1,), "data": (0, 1), "tp": (2,), "world": (0, 1, 2)}
 
 
 class MeshError(ValueError):
@@ -33,45 +39,90 @@ class Mesh:
     local_rank: int
     rows: int  # replicas (HSDP); 1 is FSDP
     columns: int  # shard ranks of a row
+    tp: int = 1  # tensor-parallel ranks behind each shard rank
     device: torch.device
     backend: str  # of the process group, as torch.distributed names it
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.columns < 1 or self.rows * self.columns != self.world_size:
+        sizes = (self.rows, self.columns, self.tp)
+        if min(sizes) < 1 or math.prod(sizes) != self.world_size:
             raise MeshError(
-                f"a grid of {self.rows} rows x {self.columns} columns "
-                f"does not hold {self.world_size} ranks"
+                f"a grid of {self.rows} rows x {self.columns} columns x {self.tp} tensor-parallel"
+                f" ranks does not hold {self.world_size} ranks"
             )
         if not 0 <= self.rank < self.world_size:
             raise MeshError(f"rank {self.rank} is outside a world of {self.world_size}")
 
     @property
+    def data_parallel_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.rows * self.columns
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among them; the tensor-parallel ranks of a place share it."""
+        return self.rank // self.tp
+
+    @property
     def row(self) -> int:
         """This rank's replica."""
-        return self.rank // self.columns
+        return self.data_parallel_rank // self.columns
 
     @property
     def column(self) -> int:
         """This rank's shard."""
-        return self.rank % self.columns
+        return self.data_parallel_rank % self.columns
+
+    @property
+    def tp_rank(self) -> int:
+        """This rank's place on the tensor-parallel axis."""
+        return self.rank % self.tp
 
     @property
     def is_last(self) -> bool:
         """Whether this rank prints log lines and holds the writers."""
         return self.rank == self.world_size - 1
 
-    def row_ranks(self, row: int) -> tuple[int, ...]:
-        """Global ranks of one replica, by column."""
-        return tuple(range(row * self.columns, (row + 1) * self.columns))
+    def axis_ranks(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """Global ranks of all groups along ``axis``, each in the order of the axis.
 
-    def column_ranks(self, column: int) -> tuple[int, ...]:
-        """Global ranks that hold the same shard, by row."""
-        return tuple(range(column, self.world_size, self.columns))
+        ``shard``: a row at a fixed tp rank; ``replicate``: a column; ``data``: both together, rank
+        by rank; ``tp``; ``world``: everybody, one group.
+        """
+        grid = np.arange(self.world_size).reshape(self.rows, self.columns, self.tp)
+        if axis not in AXES:
+            raise MeshError(f"axis {axis!r}: choose one of {', '.join(AXES)}")
+        moved = np.moveaxis(grid, AXES[axis], range(-len(AXES[axis]), 0))
+        length = math.prod(grid.shape[place] for place in AXES[axis])
+        return tuple(tuple(int(r) for r in group) for group in moved.reshape(-1, length))
+
+
+def new_group(
+    mesh: Mesh, axis: str, *, ranks: Sequence[int] | None = None
+) -> dist.ProcessGroup | None:
+    """A fresh process group of this rank along ``axis``; None where it would be alone.
+
+    A collective over all ranks, each of which makes the same calls in the same order. ``ranks``
+    are the global ranks of the grid's places where the grid is not the whole world; they ascend,
+    since torch numbers the members of a group so.  Raises MeshError where they do not.
+    """
+    if ranks is not None and list(ranks) != sorted(set(ranks)):
+        raise MeshError(f"ranks {list(ranks)} of a grid must ascend")
+    mine = None
+    for members in mesh.axis_ranks(axis):
+        if len(members) == 1:
+            continue
+        named = [members[i] if ranks is None else ranks[members[i]] for i in range(len(members))]
+        group = dist.new_group(named)
+        if mesh.rank in members:
+            mine = group
+    return mine
 
 
 def mesh_from_environment(
     *,
     rows: int = 1,
+    tp: int = 1,
     device: str | None = None,
     environment: Mapping[str, str] | None = None,
     gpus: int | None = None,
@@ -95,8 +146,11 @@ def mesh_from_environment(
         )
     else:
         rank, world_size, local_rank = 0, 1, 0
-    if rows < 1 or world_size % rows:
-        raise MeshError(f"{world_size} ranks do not divide into {rows} rows (replicas)")
+    if rows < 1 or tp < 1 or world_size % (rows * tp):
+        raise MeshError(
+            f"{world_size} ranks do not divide into {rows} rows (replicas) of {tp} tensor-parallel"
+            " ranks each"
+        )
     count = torch.cuda.device_count() if gpus is None else gpus
     kind = device or ("cuda" if count else "cpu")
     if kind not in ("cpu", "cuda"):
@@ -116,11 +170,26 @@ def mesh_from_environment(
         rank=rank,
         local_rank=local_rank,
         rows=rows,
-        columns=world_size // rows,
+        columns=world_size // (rows * tp),
+        tp=tp,
         device=torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu"),
         # Both on GPUs: objects and digests travel as CPU tensors.
         backend="cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
     )
+
+
+def local_world_size(environment: Mapping[str, str] | None = None) -> int | None:
+    """Ranks that the launcher started on this node; None where it does not say.
+
+    Raises MeshError for a LOCAL_WORLD_SIZE that is no number of ranks.
+    """
+    source = os.environ if environment is None else environment
+    if "LOCAL_WORLD_SIZE" not in source:
+        return None
+    size = _integer(source, "LOCAL_WORLD_SIZE")
+    if size < 1:
+        raise MeshError(f"LOCAL_WORLD_SIZE={size}: a node has at least the rank that reads this")
+    return size
 
 
 def initialise(

@@ -1,4 +1,4 @@
-"""The mesh from a launcher's variables, and real process groups of one and two ranks."""
+"""The mesh from a launcher's variables, its axes, and real process groups of one and two ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamuon.mesh import Mesh, MeshError, destroy, initialise, mesh_from_environment
+from megamuon.mesh import (
+    Mesh,
+    MeshError,
+    destroy,
+    initialise,
+    local_world_size,
+    mesh_from_environment,
+)
 
 
 def variables(rank: int, world_size: int, local_rank: int) -> dict[str, str]:
@@ -33,10 +40,60 @@ def test_without_a_launcher_the_world_is_one_cpu_rank() -> None:
 
 def test_rows_and_columns_of_a_replicated_mesh() -> None:
     mesh = mesh_from_environment(rows=2, environment=variables(6, 8, 2), gpus=0)
-    assert (mesh.columns, mesh.row, mesh.column) == (4, 1, 2)
-    assert mesh.row_ranks(1) == (4, 5, 6, 7)
-    assert mesh.column_ranks(1) == (1, 5)
+    assert (mesh.columns, mesh.row, mesh.column, mesh.tp_rank) == (4, 1, 2, 0)
+    assert (mesh.data_parallel_rank, mesh.data_parallel_size) == (6, 8)
+    assert mesh.axis_ranks("shard") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert mesh.axis_ranks("replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert mesh.axis_ranks("data") == mesh.axis_ranks("world") == (tuple(range(8)),)
+    assert mesh.axis_ranks("tp") == tuple((rank,) for rank in range(8))
     assert not mesh.is_last
+
+
+def test_tensor_parallel_ranks_are_neighbours() -> None:
+    mesh = mesh_from_environment(rows=2, tp=2, environment=variables(7, 12, 7), gpus=0)
+    assert (mesh.columns, mesh.row, mesh.column, mesh.tp_rank) == (3, 1, 0, 1)
+    assert (mesh.data_parallel_rank, mesh.data_parallel_size) == (3, 6)
+    assert mesh.axis_ranks("tp") == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
+    assert mesh.axis_ranks("shard") == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
+    assert mesh.axis_ranks("replicate") == ((0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11))
+    assert mesh.axis_ranks("data") == ((0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11))
+    assert mesh.axis_ranks("world") == (tuple(range(12)),)
+    with pytest.raises(MeshError, match="axis 'column': choose one of"):
+        mesh.axis_ranks("column")
+
+
+def test_a_place_in_every_group_is_the_place_on_its_axis() -> None:
+    for rank in range(12):
+        mesh = mesh_from_environment(rows=2, tp=2, environment=variables(rank, 12, 0), gpus=0)
+        places = {"shard": mesh.column, "replicate": mesh.row, "tp": mesh.tp_rank, "world": rank}
+        places["data"] = mesh.data_parallel_rank
+        for axis, place in places.items():
+            (group,) = [ranks for ranks in mesh.axis_ranks(axis) if rank in ranks]
+            assert group.index(rank) == place
+
+
+def test_a_grid_must_hold_its_ranks() -> None:
+    with pytest.raises(MeshError, match="2 rows x 3 columns x 2 .* does not hold 8 ranks"):
+        Mesh(
+            world_size=8,
+            rank=0,
+            local_rank=0,
+            rows=2,
+            columns=3,
+            tp=2,
+            device=torch.device("cpu"),
+            backend="gloo",
+        )
+    with pytest.raises(MeshError, match="8 ranks do not divide into 1 rows .* of 3 tensor-par"):
+        mesh_from_environment(tp=3, environment=variables(0, 8, 0), gpus=0)
+
+
+def test_the_ranks_of_a_node() -> None:
+    assert local_world_size({}) is None
+    assert local_world_size({"LOCAL_WORLD_SIZE": "4"}) == 4
+    for value, message in (("0", "LOCAL_WORLD_SIZE=0"), ("x", "LOCAL_WORLD_SIZE='x' is not an")):
+        with pytest.raises(MeshError, match=message):
+            local_world_size({"LOCAL_WORLD_SIZE": value})
 
 
 def test_gpus_are_used_where_there_are_any_and_cpu_on_request() -> None:

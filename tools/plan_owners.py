@@ -1,8 +1,9 @@
 """Plan owners for a model and a cluster that need not be here, and print how balanced the plan is.
 
 Owns the command line around ``megamuon.ownership``: routing report, rails, busiest rank, optimizer
-state.  Invariant: it computes nothing itself, so its figures are those that a run of the same
-settings would have. Tested by ``tests/tools/test_plan_owners.py``.
+state, fan-out per block, bytes per rank, and a sweep over nodes.  Invariant: it computes nothing
+itself, so its figures are those that a run of the same settings would have. Tested by
+``tests/tools/test_plan_owners.py``.
 
 Example: ``python tools/plan_owners.py --model qwen2.5-1.5b --sharding hsdp --nodes 8
 --gpus-per-node 8``
@@ -14,7 +15,8 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict, fields
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,28 +34,31 @@ from megamuon.ownership import (  # noqa: E402
     PlannerSettings,
     PlanReport,
     Topology,
+    block_fanouts,
     build_plan,
     closed_form_cost,
+    estimate,
     file_cost,
     muon_shapes,
     summarize,
+    tp_rank_times,
+)
+from megamuon.ownership.describe import (  # noqa: E402
+    describe_estimate,
+    describe_fanouts,
+    describe_plan,
+    describe_publish,
+    describe_sweep,
+    plan_figures,
 )
 from megamuon.ownership.inventory import (  # noqa: E402
     ShapeTableError,
+    cut_by_name,
     inventory,
     inventory_names,
     parameters_from_table,
+    routers_as_matrices,
     unknown_model,
-)
-
-JSON_KEYS = (
-    "rails",
-    "heaviest_rail_over_mean",
-    "busiest_over_mean_ns",
-    "busiest_over_mean_bytes",
-    "owner_window_mib",
-    "optimizer_state_gib_busiest",
-    "routes",
 )
 
 
@@ -75,20 +80,65 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--list-models", action="store_true", help="print the names of models and stop"
     )
-    cluster = parser.add_argument_group("cluster")
+    model.add_argument(
+        "--routers",
+        choices=("adamw", "muon"),
+        default="adamw",
+        help="maps onto experts; muon counts them as matrices, as DMuon-2 does (%(default)s)",
+    )
+    _add_cluster(parser.add_argument_group("cluster"))
+    _add_rules(parser.add_argument_group("planner"))
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--zero-stage", type=int, choices=(1, 2, 3), default=3, help="of the estimate (%(default)s)"
+    )
+    output.add_argument(
+        "--micro-batches", type=int, default=1, help="of the estimate, a step (%(default)s)"
+    )
+    output.add_argument(
+        "--sweep-nodes",
+        type=_integers,
+        metavar="N,N,...",
+        help="plan for these numbers of nodes as well and print state and time of each",
+    )
+    output.add_argument("--json", metavar="FILE", help="write the figures")
+    output.add_argument("--plan", metavar="FILE", help="write the ownership plan itself")
+    return parser
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
     cluster.add_argument(
         "--sharding",
         choices=("fsdp", "hsdp"),
         default="fsdp",
-        help="shard over all ranks or per node (%(default)s)",
+        help="shard over all ranks or over --shard-size of them (%(default)s)",
     )
     cluster.add_argument("--nodes", type=int, default=1, help="nodes (%(default)s)")
     cluster.add_argument(
         "--gpus-per-node", type=int, default=8, help="ranks of a node (%(default)s)"
     )
-    rule = parser.add_argument_group("planner")
+    cluster.add_argument(
+        "--shard-size",
+        type=int,
+        default=None,
+        help="HSDP: data-parallel ranks that shard one replica (default: those of a node)",
+    )
+    cluster.add_argument(
+        "--tp", type=int, default=1, help="tensor-parallel ranks of each replica (%(default)s)"
+    )
+
+
+def _add_rules(rule: argparse._ArgumentGroup) -> None:
     rule.add_argument(
-        "--owner-planner", choices=POLICY_NAMES, default="lpt", help="policy (%(default)s)"
+        "--owner-planner",
+        "--policy",
+        choices=POLICY_NAMES,
+        default="lpt",
+        help="policy; those with role_, scope_ and cost_ are MatrixFSDP's (%(default)s)",
     )
     rule.add_argument(
         "--owner-unit-threshold",
@@ -116,6 +166,24 @@ def build_parser() -> argparse.ArgumentParser:
         "--merge-experts", action="store_true", help="merge small expert matrices like the rest"
     )
     rule.add_argument(
+        "--balance-gain",
+        type=float,
+        default=0.01,
+        help="cost_aware: least fall of the heaviest load, as a share (%(default)s)",
+    )
+    rule.add_argument(
+        "--workspace-growth",
+        type=float,
+        default=0.1,
+        help="cost_aware: share by which the largest owner window may grow (%(default)s)",
+    )
+    rule.add_argument(
+        "--workspace-cap-mib",
+        type=float,
+        default=None,
+        help="cost_aware: most MiB of the largest owner window (default: no limit)",
+    )
+    rule.add_argument(
         "--ns-cost",
         choices=("closed-form", "file"),
         default="closed-form",
@@ -126,10 +194,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON list of [[rows, cols], milliseconds]; with closed-form: object of constants",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", metavar="FILE", help="write the figures")
-    output.add_argument("--plan", metavar="FILE", help="write the ownership plan itself")
-    return parser
 
 
 def model_names() -> tuple[str, ...]:
@@ -149,6 +213,7 @@ def parameters_for(name: str) -> tuple[LogicalParameter, ...]:
     return inventory(name)
 
 
+@cache
 def preset_parameters(name: str) -> tuple[LogicalParameter, ...]:
     """Parameters that a run of the preset would have, from a model without storage."""
     preset = PRESETS[name]
@@ -186,70 +251,133 @@ def cost_for(options: argparse.Namespace, parameters: tuple[LogicalParameter, ..
     return file_cost(options.ns_cost_file, muon_shapes(parameters))
 
 
-def topology_for(options: argparse.Namespace) -> Topology:
-    """The grid: one row of all ranks under FSDP, one row per node under HSDP."""
-    for flag, value in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
+def topology_for(options: argparse.Namespace, nodes: int | None = None) -> Topology:
+    """The data-parallel grid: one row of all ranks under FSDP, rows of the shard size under HSDP.
+
+    Raises ValueError that names the flags whose sizes do not fit.
+    """
+    nodes = options.nodes if nodes is None else nodes
+    sizes = {"--nodes": nodes, "--gpus-per-node": options.gpus_per_node, "--tp": options.tp}
+    if options.shard_size is not None:
+        sizes["--shard-size"] = options.shard_size
+        if options.sharding == "fsdp":
+            raise ValueError("--shard-size goes with --sharding hsdp; FSDP shards over all ranks")
+    for flag, value in sizes.items():
         if value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    if options.sharding == "hsdp":
-        return Topology(rows=options.nodes, columns=options.gpus_per_node)
-    return Topology(rows=1, columns=options.nodes * options.gpus_per_node)
+    if options.gpus_per_node % options.tp:
+        raise ValueError(
+            f"--tp {options.tp} does not divide --gpus-per-node {options.gpus_per_node}: the pieces"
+            " of a matrix stay inside a node"
+        )
+    world = nodes * options.gpus_per_node // options.tp
+    if options.sharding == "fsdp":
+        return Topology(rows=1, columns=world, tp=options.tp)
+    columns = options.shard_size or options.gpus_per_node // options.tp
+    if world % columns:
+        raise ValueError(f"--shard-size {columns} does not divide the {world} data-parallel ranks")
+    return Topology(rows=world // columns, columns=columns, tp=options.tp)
 
 
-def describe(plan: OwnershipPlan, report: PlanReport, seconds: float) -> str:
-    """The text that the command prints below the routing report."""
-    grid = plan.topology
-    lines = [
-        f"{report.units} units on {grid.world} ranks ({grid.rows} rows x {grid.columns} columns),"
-        f" policy {plan.settings.policy}, planned in {seconds:.3f} s",
-        f"  ranks without a unit: {report.idle_ranks}",
-        f"{'rail':>6} {'parameters':>11} {'MiB':>11} {'NS ms':>11}",
-    ]
-    for index, rail in enumerate(report.rails):
-        lines.append(f"{index:>6} {rail.parameters:>11} {rail.mib:>11.2f} {rail.ns_ms:>11.3f}")
-    muon_ratio = report.busiest_over_mean_muon_bytes_nonempty_owners
-    lines += [
-        f"heaviest rail over mean, bytes           {report.heaviest_rail_over_mean:8.4f}",
-        f"busiest rank over mean, NS time          {report.busiest_over_mean_ns:8.4f}",
-        f"busiest rank over mean, bytes            {report.busiest_over_mean_bytes:8.4f}",
-        f"busiest over mean Muon owner, Muon bytes {muon_ratio:8.4f}",
-        f"largest owner window                     {report.owner_window_mib:8.2f} MiB",
-        f"optimizer state of the busiest rank      {report.optimizer_state_gib_busiest:8.4f} GiB",
-        f"digest {plan.digest}",
-    ]
-    return "\n".join(lines)
-
-
-def run(options: argparse.Namespace) -> None:
-    """Plan, print and write.  Raises ValueError or OSError on input that cannot be planned."""
-    settings = PlannerSettings(
+def settings_for(options: argparse.Namespace) -> PlannerSettings:
+    """The planner's settings.  Raises ValueError that names the one which is out of range."""
+    return PlannerSettings(
         policy=options.owner_planner,
         byte_cap=options.owner_byte_cap,
         spread_layers=not options.no_owner_layer_spreading,
         balance_columns=not options.no_owner_column_balance,
+        balance_gain=options.balance_gain,
+        workspace_growth=options.workspace_growth,
+        workspace_cap_mib=options.workspace_cap_mib,
     )
-    topology = topology_for(options)
+
+
+def chosen_parameters(options: argparse.Namespace) -> tuple[LogicalParameter, ...]:
+    """What is to be planned, as the tensor-parallel ranks would hold it."""
     if options.shapes:
         parameters = parameters_of_file(options.shapes)
     else:
         parameters = parameters_for(options.model)
-    cost = cost_for(options, parameters)
-    start = time.perf_counter()
-    plan = build_plan(
+    if options.routers == "muon":
+        parameters = routers_as_matrices(parameters)
+    return cut_by_name(parameters, options.tp)
+
+
+def plan_for(
+    options: argparse.Namespace, parameters: tuple[LogicalParameter, ...], topology: Topology
+) -> OwnershipPlan:
+    """The plan of the flags on a grid."""
+    return build_plan(
         parameters,
         topology,
-        cost,
-        settings,
+        cost_for(options, parameters),
+        settings_for(options),
         threshold=threshold_for(options),
         merge_experts=options.merge_experts,
     )
+
+
+def report_for(options: argparse.Namespace, plan: OwnershipPlan) -> PlanReport:
+    """Figures by rail: columns of the grid under HSDP, places in a node under FSDP."""
+    hsdp = options.sharding == "hsdp"
+    return summarize(plan, rails=None if hsdp else options.gpus_per_node // options.tp)
+
+
+def sweep(
+    options: argparse.Namespace, parameters: tuple[LogicalParameter, ...]
+) -> list[dict[str, float]]:
+    """Figures of the busiest rank for each number of nodes of ``--sweep-nodes``."""
+    points = []
+    for nodes in options.sweep_nodes or ():
+        plan = plan_for(options, parameters, topology_for(options, nodes))
+        report = report_for(options, plan)
+        points.append(
+            {
+                "nodes": nodes,
+                "ranks": plan.topology.world * plan.topology.tp,
+                "optimizer_state_gib_busiest": report.optimizer_state_gib_busiest,
+                "slowest_rank_ns_ms": max(report.rank_ns_ms),
+                "owner_window_mib": report.owner_window_mib,
+                "heaviest_rail_over_mean": report.heaviest_rail_over_mean,
+            }
+        )
+    return points
+
+
+def run(options: argparse.Namespace) -> None:
+    """Plan, print and write.  Raises ValueError or OSError on input that cannot be planned."""
+    parameters, topology = chosen_parameters(options), topology_for(options)
+    start = time.perf_counter()
+    plan = plan_for(options, parameters, topology)
     seconds = time.perf_counter() - start
-    report = summarize(plan, rails=options.gpus_per_node)
+    report, fanouts = report_for(options, plan), block_fanouts(plan)
+    resources = estimate(plan, zero_stage=options.zero_stage, micro_batches=options.micro_batches)
+    points = sweep(options, parameters)
     print(routing_report(parameters))
-    print(describe(plan, report, seconds))
+    texts = [
+        describe_plan(plan, report, seconds),
+        describe_publish(report),
+        describe_fanouts(fanouts),
+        describe_estimate(resources, options.zero_stage, options.micro_batches),
+        describe_sweep(points) if points else "",
+    ]
+    print("\n".join(text for text in texts if text))
+    figures = plan_figures(report, fanouts, resources, seconds)
+    if options.tp > 1:
+        times = tp_rank_times(plan, cost_for(options, parameters))
+        figures["tp"] = {
+            "owners": dict(plan.tp_owners),
+            "slowest_rank_ns_ms": float(times.max()),
+            "slowest_over_mean_ns": float(times.max() / times.mean()) if times.any() else 0.0,
+        }
+        print(
+            f"tensor parallelism: {len(plan.tp_owners)} matrices cut, slowest rank"
+            f" {times.max():.3f} ms, over mean {figures['tp']['slowest_over_mean_ns']:.4f}"
+        )
+    if points:
+        figures["sweep"] = points
+    print(f"digest {plan.digest}")
     if options.json:
-        content = asdict(report)
-        figures = {key: content[key] for key in JSON_KEYS} | {"plan_seconds": round(seconds, 4)}
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     if options.plan:
         Path(options.plan).write_text(plan.to_json() + "\n", encoding="utf-8")

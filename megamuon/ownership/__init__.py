@@ -15,16 +15,26 @@ from megamuon.ownership.cost import (
     file_cost,
     measured_costs,
 )
+from megamuon.ownership.estimate import BlockFanout, ResourceEstimate, block_fanouts, estimate
 from megamuon.ownership.plan import OwnershipPlan, PlanError, Segment
-from megamuon.ownership.planner import POLICIES, assign, build_plan, muon_shapes, unit_costs
-from megamuon.ownership.report import PlanReport, Rail, summarize
-from megamuon.ownership.settings import POLICY_NAMES, PlannerSettings, Topology
+from megamuon.ownership.planner import (
+    POLICIES,
+    assign,
+    build_plan,
+    muon_shapes,
+    planned_units,
+    unit_costs,
+)
+from megamuon.ownership.report import PlanReport, Rail, summarize, tp_rank_times
+from megamuon.ownership.settings import POLICY_NAMES, ROLE_POLICIES, PlannerSettings, Topology
 from megamuon.ownership.units import UNIT_THRESHOLD, Unit, build_units
 
 __all__ = [
     "POLICIES",
     "POLICY_NAMES",
+    "ROLE_POLICIES",
     "UNIT_THRESHOLD",
+    "BlockFanout",
     "ClosedForm",
     "CostError",
     "CostFunction",
@@ -35,16 +45,21 @@ __all__ = [
     "PlanReport",
     "PlannerSettings",
     "Rail",
+    "ResourceEstimate",
     "Segment",
     "Topology",
     "Unit",
     "assign",
+    "block_fanouts",
     "build_plan",
     "build_units",
     "closed_form_cost",
+    "estimate",
     "file_cost",
     "measured_costs",
     "muon_shapes",
+    "planned_units",
     "summarize",
+    "tp_rank_times",
     "unit_costs",
 ]

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route, layer_key
+from megamuon.matrices import Cut, Kind, Layout, LogicalParameter, Route, layer_key
 
 _TABLES = Path(__file__).with_name("inventories.json")
 
@@ -43,16 +45,59 @@ def unknown_model(name: str, known: Sequence[str]) -> UnknownModelError:
     return UnknownModelError(f"unknown model {name!r}{guess} Known models: {', '.join(known)}")
 
 
-def inventory(name: str) -> tuple[LogicalParameter, ...]:
+def inventory(name: str, *, routers: Kind = Kind.ROUTER) -> tuple[LogicalParameter, ...]:
     """Parameters of a published model, layer by layer.
 
     Embeddings and output heads are in even layout; matrices go to Muon by the inventory's own
-    class.  Raises UnknownModelError with the nearest name.
+    class. ``routers``: what the maps onto experts count as. Our models train them with AdamW on
+    their owner; ``Kind.MATRIX`` gives them to Muon, which is how DMuon-2 counts them (section 7
+    and appendix C.5).  Raises UnknownModelError with the nearest name.
     """
     tables = _tables()
     if name not in tables:
         raise unknown_model(name, tuple(tables))
-    return tuple(_expand(tables[name]["parameters"]))  # type: ignore[arg-type]
+    found = tuple(_expand(tables[name]["parameters"]))  # type: ignore[arg-type]
+    return found if routers is Kind.ROUTER else routers_as_matrices(found)
+
+
+def routers_as_matrices(parameters: Iterable[LogicalParameter]) -> tuple[LogicalParameter, ...]:
+    """The same parameters with trained routers and gates as Muon matrices."""
+    return tuple(
+        replace(p, kind=Kind.MATRIX, route=Route.MUON, reason="a router, counted as a matrix")
+        if p.kind is Kind.ROUTER and p.trainable
+        else p
+        for p in parameters
+    )
+
+
+# How tensor parallelism cuts a decoder, by the last words of a parameter's name: column-parallel
+# maps and tables along dim 0, row-parallel maps along dim 1.
+_CUT_DIMS: tuple[tuple[re.Pattern[str], int], ...] = (
+    (re.compile(r"\b(q|k|v|qkv|gate|up|gate_up)_proj(_experts)?(\.\d+)?\.(weight|bias)$"), 0),
+    (re.compile(r"\b(o|out|down)_proj(_experts)?(\.\d+)?\.weight$"), 1),
+)
+
+
+def cut_by_name(parameters: Iterable[LogicalParameter], tp: int) -> tuple[LogicalParameter, ...]:
+    """The same parameters as ``tp`` tensor-parallel ranks would hold them, for planning.
+
+    A table of shapes knows no heads, so attention is cut in even parts of its rows, by the rule of
+    torch.chunk, like the rest; a run cuts it by whole key-value groups. What has another name, or
+    fewer than ``tp`` rows to cut, stays whole.
+    """
+    return tuple(_cut(parameter, tp) for parameter in parameters)
+
+
+def _cut(parameter: LogicalParameter, tp: int) -> LogicalParameter:
+    dim = next((dim for words, dim in _CUT_DIMS if words.search(parameter.name)), None)
+    if parameter.kind in (Kind.EMBEDDING, Kind.HEAD):
+        dim = 0
+    if tp == 1 or dim is None or dim >= len(parameter.shape) or parameter.shape[dim] < tp:
+        return parameter
+    size = parameter.shape[dim]
+    share = -(-size // tp)
+    bounds = tuple(min(piece * share, size) for piece in range(tp + 1))
+    return replace(parameter, cut=Cut(dim=dim, bounds=bounds))
 
 
 def _expand(rows: Sequence[Sequence[object]]) -> Iterator[LogicalParameter]:
@@ -94,7 +139,8 @@ def _parameter(
     note: str = "",
 ) -> LogicalParameter:
     even = kind in (Kind.EMBEDDING, Kind.HEAD)
-    route = {Kind.MATRIX: Route.MUON, Kind.VECTOR: Route.ADAMW_OWNER}.get(kind, Route.ADAMW_SHARDED)
+    route = Route.MUON if kind is Kind.MATRIX else Route.ADAMW_OWNER
+    route = Route.ADAMW_SHARDED if even else route
     return LogicalParameter(
         name=name,
         shape=tuple(shape),
@@ -112,7 +158,7 @@ def _parameter(
 def parameters_from_table(entries: Sequence[Mapping[str, object]]) -> tuple[LogicalParameter, ...]:
     """Parameters of a user's table: a list of objects with the keys "name" and "shape".
 
-    As needed also "kind" (matrix, vector, embedding, head), "expert", "frozen" and "layer".
+    As needed also "kind" (matrix, vector, router, embedding, head), "expert", "frozen" and "layer".
 
     The layer is the text up to ``layers.N`` or ``blocks.N`` unless given.  Raises ShapeTableError
     that lists every entry without a usable name, shape or kind: a tensor of two or more dims must

@@ -1,8 +1,9 @@
 """Where does every parameter live?  The ownership plan, one frozen value for the whole run.
 
-Owns ``OwnershipPlan``: parameters, units, owners, costs and settings, the segment table derived
-from them, its JSON form and its digest.  Invariant: each parameter in owner layout belongs to
-exactly one unit, each unit to exactly one rank of the grid, and the segments of a parameter tile
+Owns ``OwnershipPlan``: parameters, units, owners, tp owners, costs and settings, the segment table
+derived from them, its JSON form and its digest.  Invariant: each parameter in owner layout belongs
+to exactly one unit, each unit to exactly one rank of the grid, each Muon matrix that tensor
+parallelism cuts to exactly one tp rank besides, and the segments of a parameter tile
 ``[0, numel)``; a plan that breaks this cannot be made. Tested by ``tests/ownership/test_plan.py``.
 """
 
@@ -15,8 +16,9 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Cut, Kind, Layout, LogicalParameter, Route
 from megamuon.ownership.settings import PlannerSettings, Topology
+from megamuon.ownership.tensor_parallel import needs_tp_owner
 from megamuon.ownership.units import Unit
 
 __all__ = ["OwnershipPlan", "PlanError", "Segment", "Topology"]
@@ -51,6 +53,8 @@ class OwnershipPlan:
     owners: tuple[int, ...]  # global rank of each unit
     costs: tuple[float, ...]  # milliseconds of Newton-Schulz of each unit
     settings: PlannerSettings
+    # Of each matrix that tensor parallelism cuts: the tp rank that works on the whole of it.
+    tp_owners: tuple[tuple[str, int], ...] = ()  # sorted by name; empty without tensor parallelism
 
     def __post_init__(self) -> None:
         counts = (len(self.units), len(self.owners), len(self.costs))
@@ -75,6 +79,35 @@ class OwnershipPlan:
             raise PlanError(
                 f"{len(unassigned)} parameters in owner layout have no unit, e.g. {min(unassigned)}"
             )
+        self._check_tp()
+
+    def _check_tp(self) -> None:
+        tp = self.topology.tp
+        for parameter in self.parameters:
+            cut = parameter.cut
+            if cut is not None and (
+                cut.dim not in range(len(parameter.shape))
+                or len(cut.bounds) != tp + 1
+                or cut.bounds[-1] != parameter.shape[cut.dim]
+            ):
+                raise PlanError(
+                    f"{parameter.name} {list(parameter.shape)} is cut along dim {cut.dim} at"
+                    f" {list(cut.bounds)}, which does not make {tp} pieces (one per tp rank) of it"
+                )
+        names = [name for name, _ in self.tp_owners]
+        if names != sorted(set(names)):
+            raise PlanError("tp owners must be sorted by name and name each matrix once")
+        wanted = {p.name for p in self.parameters if needs_tp_owner(p)} if tp > 1 else set()
+        for name, rank in self.tp_owners:
+            if name not in wanted:
+                raise PlanError(
+                    f"{name} has tp owner {rank} but is no Muon matrix that {tp} tp ranks cut"
+                )
+            if not 0 <= rank < tp:
+                raise PlanError(f"tp owner of {name} is tp rank {rank}, of {tp} tp ranks")
+        missing = wanted.difference(names)
+        if missing:
+            raise PlanError(f"{len(missing)} cut matrices have no tp owner, e.g. {min(missing)}")
 
     @cached_property
     def _by_name(self) -> dict[str, LogicalParameter]:
@@ -100,19 +133,41 @@ class OwnershipPlan:
             raise PlanError(f"{name} is in {parameter.layout.value} layout and has no owner")
         return self._owners_by_name[parameter.name]
 
-    def segments(self, name: str) -> tuple[Segment, ...]:
-        """Segments of the parameter in order of elements: they tile ``[0, numel)``, none is empty.
+    def tp_owner_of(self, name: str) -> int:
+        """The tp rank that works on the whole of a matrix: 0 where nothing is cut."""
+        return self._tp_owners_by_name.get(self.parameter(name).name, 0)
+
+    def check_contiguous(self) -> None:
+        """Check that no rank holds two segments of a parameter (MatrixFSDP, section 4.1: its
+        collectives send one interval per owner). Raises PlanError that names the parameter.
+        """
+        for parameter in self.parameters:
+            for tp_rank in range(self.topology.tp if parameter.cut is not None else 1):
+                ranks = [segment.rank for segment in self.segments(parameter.name, tp_rank)]
+                if len(ranks) != len(set(ranks)):
+                    raise PlanError(
+                        f"a rank holds more than one segment of {parameter.name}: {ranks}"
+                    )
+
+    @cached_property
+    def _tp_owners_by_name(self) -> dict[str, int]:
+        return dict(self.tp_owners)
+
+    def segments(self, name: str, tp_rank: int = 0) -> tuple[Segment, ...]:
+        """Segments of a tp rank's piece of the parameter (the whole, where nothing is cut) in order
+        of elements: they tile the piece, none is empty.
 
         Even layout: slices of dim 0 of ceil(rows / K) rows each, the rule of torch.chunk; columns
         without rows have no segment.
         """
         parameter = self.parameter(name)
-        if parameter.layout is Layout.OWNER:
-            return (Segment(self._owners_by_name[parameter.name], 0, parameter.numel),)
-        rows = parameter.shape[0]
-        if parameter.numel == 0:
+        numel = parameter.piece_numel(tp_rank)
+        if numel == 0:
             return ()
-        width = parameter.numel // rows
+        if parameter.layout is Layout.OWNER:
+            return (Segment(self._owners_by_name[parameter.name], 0, numel),)
+        rows = parameter.piece_shape(tp_rank)[0]
+        width = numel // rows
         share = -(-rows // self.topology.columns)
         starts = range(0, rows, share)
         return tuple(
@@ -132,6 +187,7 @@ class OwnershipPlan:
             "version": _VERSION,
             "topology": asdict(self.topology),
             "settings": asdict(self.settings),
+            "tp_owners": [list(pair) for pair in self.tp_owners],
             "parameters": [_parameter_to_dict(p) for p in self.parameters],
             "units": [
                 {
@@ -168,6 +224,7 @@ class OwnershipPlan:
                 topology=Topology(**content["topology"]),
                 settings=PlannerSettings(**content["settings"]),
                 parameters=parameters,
+                tp_owners=tuple((name, rank) for name, rank in content.get("tp_owners", ())),
                 units=tuple(_unit_from_dict(entry, sizes) for entry in content["units"]),
                 owners=tuple(int(entry["owner"]) for entry in content["units"]),
                 costs=tuple(float(entry["ms"]) for entry in content["units"]),
@@ -200,6 +257,7 @@ class OwnershipPlan:
             )
             or _difference_of_records("unit", self.units, other.units, asdict)
             or _difference_of_values("owner of", self.units, self.owners, other.owners)
+            or _difference_of_tp_owners(self.tp_owners, other.tp_owners)
             or _difference_of_values("Newton-Schulz ms of", self.units, self.costs, other.costs)
         )
 
@@ -227,6 +285,16 @@ def _difference_of_records(
     )
 
 
+def _difference_of_tp_owners(
+    mine: Sequence[tuple[str, int]], theirs: Sequence[tuple[str, int]]
+) -> str | None:
+    # Equal parameters and tp sizes, so both name the same matrices.
+    for (name, one), (_, two) in zip(mine, theirs, strict=True):
+        if one != two:
+            return _words(f"tp owner of {name}", one, two)
+    return None
+
+
 def _difference_of_values(
     label: str, units: Sequence[Unit], mine: Sequence[object], theirs: Sequence[object]
 ) -> str | None:
@@ -243,6 +311,8 @@ def _parameter_to_dict(parameter: LogicalParameter) -> dict[str, object]:
     values = {field.name: getattr(parameter, field.name) for field in fields(parameter)}
     for key in _ENUMS:
         values[key] = values[key].value
+    if values["cut"] is not None:
+        values["cut"] = {"dim": parameter.cut.dim, "bounds": list(parameter.cut.bounds)}
     return {**values, "shape": list(parameter.shape), "aliases": list(parameter.aliases)}
 
 
@@ -251,6 +321,9 @@ def _parameter_from_dict(entry: Mapping[str, object]) -> LogicalParameter:
     for key, enum in _ENUMS.items():
         values[key] = enum(values[key])
     values["shape"], values["aliases"] = tuple(values["shape"]), tuple(values["aliases"])
+    if values.get("cut") is not None:
+        cut = values["cut"]
+        values["cut"] = Cut(dim=cut["dim"], bounds=tuple(cut["bounds"]))
     return LogicalParameter(**values)
 
 

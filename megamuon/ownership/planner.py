@@ -1,11 +1,11 @@
 """Who owns which unit?  The assignment policies.
 
 Owns the greedy rule of DMuon-2 (section 4.3 and appendix B) and its ablations, behind one
-signature ``policy(units, costs, topology, settings) -> owners``.  Invariant: pure and
-deterministic; every rank computes the same owners from the same inputs, and ties are broken by
-number of elements, unit name and rank index, never by the order of a dictionary.  Tested by
-``tests/ownership/test_planner.py`` and, against published figures, by
-``tests/ownership/test_goldens.py``.
+signature ``policy(units, costs, topology, settings) -> owners``, and ``build_plan``; the policies
+of MatrixFSDP are in ``roles.py``.  Invariant: pure and deterministic; every rank computes the same
+owners from the same inputs, and ties are broken by number of elements, unit name and rank index,
+never by the order of a dictionary.  Tested by ``tests/ownership/test_planner.py`` and, against
+published figures, by ``tests/ownership/test_goldens.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import numpy as np
 from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.ownership.cost import CostError, CostFunction
 from megamuon.ownership.plan import OwnershipPlan
+from megamuon.ownership.roles import cost_aware, role_greedy, scope_greedy
 from megamuon.ownership.settings import PlannerSettings, Topology
+from megamuon.ownership.settle import settle_experts
+from megamuon.ownership.tensor_parallel import choose_tp_owners, needs_tp_owner
 from megamuon.ownership.units import UNIT_THRESHOLD, Unit, build_units
 
 Policy = Callable[[Sequence[Unit], Sequence[float], Topology, PlannerSettings], tuple[int, ...]]
@@ -30,6 +33,7 @@ __all__ = [
     "assign",
     "build_plan",
     "muon_shapes",
+    "planned_units",
     "unit_costs",
 ]
 
@@ -134,7 +138,14 @@ def round_robin(
     return tuple(i % topology.world for i in range(len(units)))
 
 
-POLICIES: dict[str, Policy] = {"lpt": lpt, "numel": numel, "round_robin": round_robin}
+POLICIES: dict[str, Policy] = {
+    "lpt": lpt,
+    "numel": numel,
+    "round_robin": round_robin,
+    "role_greedy": role_greedy,
+    "scope_greedy": scope_greedy,
+    "cost_aware": cost_aware,
+}
 
 
 def assign(
@@ -156,22 +167,21 @@ def assign(
 
 
 def muon_shapes(parameters: Sequence[LogicalParameter]) -> tuple[tuple[int, int], ...]:
-    """Distinct shapes of the Muon matrices in owner layout, sorted: what costs are needed for."""
+    """Distinct whole shapes of the Muon matrices that get an owner, sorted: what costs are needed
+    for. Those in even layout count where tensor parallelism cuts them, for their tp owner.
+    """
     shapes = {
         (p.shape[0], p.shape[1])
         for p in parameters
-        if p.route is Route.MUON and p.layout is Layout.OWNER
+        if p.route is Route.MUON and (p.layout is Layout.OWNER or needs_tp_owner(p))
     }
     return tuple(sorted(shapes))
 
 
-def unit_costs(
-    units: Sequence[Unit], parameters: Sequence[LogicalParameter], cost_of: CostFunction
-) -> tuple[float, ...]:
-    """Milliseconds of each unit: the sum over its Muon matrices; everything else costs nothing.
-
-    Raises CostError that lists every shape for which ``cost_of`` has no time.
-    """
+def _times(
+    parameters: Sequence[LogicalParameter], cost_of: CostFunction
+) -> dict[tuple[int, int], float]:
+    """Milliseconds by whole shape.  Raises CostError that lists every shape without a time."""
     times: dict[tuple[int, int], float] = {}
     missing: list[str] = []
     for shape in muon_shapes(parameters):
@@ -181,6 +191,17 @@ def unit_costs(
             missing.append(str(error))
     if missing:
         raise CostError("\n".join(missing))
+    return times
+
+
+def unit_costs(
+    units: Sequence[Unit], parameters: Sequence[LogicalParameter], cost_of: CostFunction
+) -> tuple[float, ...]:
+    """Milliseconds of each unit: the sum over its Muon matrices; everything else costs nothing.
+
+    Raises CostError that lists every shape for which ``cost_of`` has no time.
+    """
+    times = _times(parameters, cost_of)
     by_name = {
         p.name: times[p.shape[0], p.shape[1]] if p.route is Route.MUON else 0.0
         for p in parameters
@@ -188,6 +209,21 @@ def unit_costs(
     }
     # fsum rounds once, so the sum does not depend on the order of the members.
     return tuple(math.fsum(by_name[name] for name in unit.members) for unit in units)
+
+
+def planned_units(
+    parameters: Sequence[LogicalParameter],
+    settings: PlannerSettings,
+    threshold: int = UNIT_THRESHOLD,
+    merge_experts: bool = False,
+) -> tuple[Unit, ...]:
+    """The units that ``build_plan`` assigns: by the rule that goes with the policy."""
+    return build_units(
+        parameters,
+        threshold=threshold,
+        merge_experts=merge_experts,
+        rule=settings.unit_rule,
+    )
 
 
 def build_plan(
@@ -201,17 +237,33 @@ def build_plan(
     """The plan for ``parameters`` (in registration order) on ``topology``.
 
     ``cost_of(rows, cols)`` gives the milliseconds of one Newton-Schulz run; see
-    ``megamuon.ownership.cost``. Raises what ``build_units``, ``unit_costs`` and ``OwnershipPlan``
-    raise.
+    ``megamuon.ownership.cost``. ``threshold`` and ``merge_experts`` do not matter to policies over
+    roles. With ``topology.tp > 1`` every Muon matrix with a cut gets a tp owner as well. Raises
+    what ``build_units``, ``unit_costs`` and ``OwnershipPlan`` raise.
     """
     settings = settings or PlannerSettings()
-    units = build_units(parameters, threshold=threshold, merge_experts=merge_experts)
+    units = planned_units(parameters, settings, threshold, merge_experts)
     costs = unit_costs(units, parameters, cost_of)
-    return OwnershipPlan(
+    owners = assign(units, costs, topology, settings)
+    if settings.policy == "lpt" and settings.byte_cap is not None:
+        experts = frozenset(p.name for p in parameters if p.expert)
+        owners = settle_experts(units, costs, owners, experts, topology, settings)
+    tp_owners: tuple[tuple[str, int], ...] = ()
+    if topology.tp > 1:
+        by_name = {
+            name: owner for unit, owner in zip(units, owners, strict=True) for name in unit.members
+        }
+        times = _times(parameters, cost_of)
+        tp_owners = choose_tp_owners(parameters, by_name, times, topology.tp)
+    plan = OwnershipPlan(
         topology=topology,
         parameters=tuple(parameters),
         units=units,
-        owners=assign(units, costs, topology, settings),
+        owners=owners,
         costs=costs,
         settings=settings,
+        tp_owners=tp_owners,
     )
+    if settings.unit_rule == "roles":
+        plan.check_contiguous()
+    return plan

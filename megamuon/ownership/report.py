@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.matrices import Layout, Route
+from megamuon.ownership.cost import CostFunction
+from megamuon.ownership.estimate import optimizer_bytes
 from megamuon.ownership.plan import OwnershipPlan
 
 MIB = float(1 << 20)
 GIB = float(1 << 30)
-MOMENTUM_BYTES = 4  # one FP32 value per element of a Muon matrix
-MOMENTS_BYTES = 8  # two FP32 values per element under AdamW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class Rail:
     parameters: int
     mib: float
     ns_ms: float
+    # HSDP: names in the order in which owners publish them, the forward order of the layers.
+    publish_order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,7 @@ class PlanReport:
 
     rails: tuple[Rail, ...]  # in column order
     heaviest_rail_over_mean: float  # bytes
+    heaviest_rail_over_mean_ns: float
     busiest_over_mean_ns: float
     busiest_over_mean_bytes: float  # owned parameters in the compute dtype
     busiest_over_mean_muon_bytes_nonempty_owners: float  # over the owners of Muon matrices
@@ -56,26 +59,29 @@ def _over_mean(values: np.ndarray) -> float:
     return float(values.max()) / mean if mean > 0 else 0.0
 
 
-def _state_bytes(parameter: LogicalParameter, elements: int) -> int:
-    """Bytes of optimizer state of some elements of a parameter."""
-    if parameter.route is Route.FROZEN:
-        return 0
-    return elements * (MOMENTUM_BYTES if parameter.route is Route.MUON else MOMENTS_BYTES)
+def _publish_orders(plan: OwnershipPlan, rails: int) -> list[tuple[str, ...]]:
+    """Owned parameters of each rail in registration order; nothing is published to a single row."""
+    names: list[list[str]] = [[] for _ in range(rails)]
+    for parameter in plan.parameters if plan.topology.rows > 1 else ():
+        if parameter.layout is Layout.OWNER and parameter.trainable:
+            names[plan.owner_of(parameter.name) % rails].append(parameter.name)
+    return [tuple(order) for order in names]
 
 
-def _optimizer_bytes(plan: OwnershipPlan) -> np.ndarray:
-    """Bytes of optimizer state per rank; every row holds the even slices of its columns."""
-    grid = plan.topology
-    held = np.zeros(grid.world, dtype=np.int64)
-    by_row = held.reshape(grid.rows, grid.columns)
+def tp_rank_times(plan: OwnershipPlan, cost_of: CostFunction) -> np.ndarray:
+    """Newton-Schulz milliseconds of every rank under tensor parallelism, [data-parallel, tp].
+
+    A cut matrix costs its tp owner alone; a whole one costs every tp rank, which all repeat it.
+    Matrices in even layout, which every data-parallel rank works on, count on all of them.
+    """
+    times = np.zeros((plan.topology.world, plan.topology.tp))
     for parameter in plan.parameters:
-        for rank, start, stop in plan.segments(parameter.name):
-            size = _state_bytes(parameter, stop - start)
-            if parameter.layout is Layout.OWNER:
-                held[rank] += size
-            else:
-                by_row[:, rank] += size
-    return held
+        if parameter.route is not Route.MUON:
+            continue
+        owner = plan.owner_of(parameter.name) if parameter.layout is Layout.OWNER else slice(None)
+        tp = slice(None) if parameter.cut is None else plan.tp_owner_of(parameter.name)
+        times[owner, tp] += cost_of(*parameter.shape)
+    return times
 
 
 def summarize(plan: OwnershipPlan, *, rails: int | None = None) -> PlanReport:
@@ -99,14 +105,18 @@ def summarize(plan: OwnershipPlan, *, rails: int | None = None) -> PlanReport:
         muon = sum(p.numel for p in members if p.route is Route.MUON)
         muon_bytes[owner] += muon * plan.settings.bytes_per_element
     per_rail = [values.reshape(-1, rails).sum(axis=0) for values in (counts, bytes_held, times)]
-    optimizer = _optimizer_bytes(plan)
+    orders = _publish_orders(plan, rails)
+    optimizer = optimizer_bytes(plan)
     routes = Counter(p.route for p in plan.parameters)
     return PlanReport(
         rails=tuple(
-            Rail(parameters=int(count), mib=float(size) / MIB, ns_ms=float(time))
-            for count, size, time in zip(*per_rail, strict=True)
+            Rail(
+                parameters=int(count), mib=float(size) / MIB, ns_ms=float(time), publish_order=order
+            )
+            for count, size, time, order in zip(*per_rail, orders, strict=True)
         ),
         heaviest_rail_over_mean=_over_mean(per_rail[1]),
+        heaviest_rail_over_mean_ns=_over_mean(per_rail[2]),
         busiest_over_mean_ns=_over_mean(times),
         busiest_over_mean_bytes=_over_mean(bytes_held),
         busiest_over_mean_muon_bytes_nonempty_owners=_over_mean(muon_bytes[muon_bytes > 0]),

@@ -10,22 +10,26 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-POLICY_NAMES = ("lpt", "numel", "round_robin")
+# Policies whose units are roles: each matrix by itself, all else of a block in one packed tail.
+ROLE_POLICIES = ("role_greedy", "scope_greedy", "cost_aware")
+POLICY_NAMES = ("lpt", "numel", "round_robin", *ROLE_POLICIES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """A grid of ranks: ``rows`` replicas (nodes) times ``columns`` shard ranks (GPUs of a node).
 
-    Global rank = row * columns + column.  FSDP is one row of N columns; HSDP is R rows of K
-    columns.
+    Rank = row * columns + column, counted along the data-parallel axes alone.  FSDP is one row of N
+    columns; HSDP is R rows of K columns.  ``tp`` ranks stand behind each of them and hold the
+    pieces of the matrices that tensor parallelism cuts.
     """
 
     rows: int
     columns: int
+    tp: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("rows", "columns"):
+        for field in ("rows", "columns", "tp"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -34,7 +38,7 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of data-parallel ranks."""
         return self.rows * self.columns
 
     def column_of(self, rank: int) -> int:
@@ -48,7 +52,17 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSettings:
-    """How owners are chosen.  The defaults are the rule of DMuon-2, appendix B and section 4.3."""
+    """How owners are chosen.  The defaults are the rule of DMuon-2, appendix B and section 4.3.
+
+    With a byte cap, ``lpt`` then evens out the bytes of expert matrices where that costs no time
+    (``settle.py``).
+
+    ``byte_cap``, ``spread_layers`` and ``balance_columns`` belong to ``lpt`` and ``numel``; the
+    three settings after them belong to ``cost_aware`` (MatrixFSDP, section 4.1, which names
+    workspace caps without saying what they are: these are ours). A plan's workspace there is its
+    largest owner window: the most bytes of one block on one owner, which that rank sends from and
+    receives into when the block is gathered and reduced.
+    """
 
     policy: str = "lpt"  # one of POLICY_NAMES
     byte_cap: float | None = 0.1  # share of bytes that a rank may hold above the mean; None: no cap
@@ -57,6 +71,9 @@ class PlannerSettings:
         True  # HSDP: first the column with the least time, then a rank inside it
     )
     bytes_per_element: int = 2  # of the compute dtype, which is what gathers move
+    balance_gain: float = 0.01  # scope plan: least fall of the heaviest load, as a share of it
+    workspace_growth: float = 0.1  # scope plan: share by which the workspace may grow
+    workspace_cap_mib: float | None = None  # scope plan: most MiB of workspace; None: no limit
 
     def __post_init__(self) -> None:
         if self.policy not in POLICY_NAMES:
@@ -73,3 +90,14 @@ class PlannerSettings:
             raise ValueError(
                 f"PlannerSettings.bytes_per_element must be positive, got {self.bytes_per_element}"
             )
+        for field in ("balance_gain", "workspace_growth", "workspace_cap_mib"):
+            value = getattr(self, field)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"PlannerSettings.{field} must be finite and not negative, got {value}"
+                )
+
+    @property
+    def unit_rule(self) -> str:
+        """The rule of ``build_units`` that the policy goes with."""
+        return "roles" if self.policy in ROLE_POLICIES else "threshold"

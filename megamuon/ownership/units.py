@@ -2,8 +2,9 @@
 
 Owns the rule that groups logical parameters into units: a parameter of at least ``threshold``
 elements is a unit of its own, all smaller ones of a layer group (biases and norm gains included)
-form one unit, and expert matrices never merge.  Invariant: every parameter in owner layout is a
-member of exactly one unit; parameters in even layout are in none.  Tested by
+form one unit, and expert matrices never merge; and the other rule, by roles, of MatrixFSDP.
+Invariant: every parameter in owner layout is a member of exactly one unit; parameters in even
+layout are in none.  Tested by
 ``tests/ownership/test_units.py``.
 """
 
@@ -12,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megamuon.matrices import Layout, LogicalParameter
+from megamuon.matrices import Kind, Layout, LogicalParameter, Route
 
 UNIT_THRESHOLD = 5_000_000  # elements; DMuon-2 section 3.3 merges what is smaller
+UNIT_RULES = ("threshold", "roles")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,14 @@ def _unit(layer: str, members: Sequence[LogicalParameter]) -> Unit:
     )
 
 
+def _is_matrix(parameter: LogicalParameter) -> bool:
+    """A role of its own: what Muon trains, and other matrices (frozen ones, or all of them in a run
+    without Muon), whose bytes weigh as much. A router is element-wise work and goes to the tail.
+    """
+    matrix = parameter.kind is Kind.MATRIX and len(parameter.shape) == 2
+    return matrix or parameter.route is Route.MUON
+
+
 def _check_names(parameters: Iterable[LogicalParameter]) -> None:
     seen: set[str] = set()
     for parameter in parameters:
@@ -51,6 +61,7 @@ def build_units(
     *,
     threshold: int = UNIT_THRESHOLD,
     merge_experts: bool = False,
+    rule: str = "threshold",
 ) -> tuple[Unit, ...]:
     """Units of ``parameters``, in the registration order of their first members.
 
@@ -58,8 +69,13 @@ def build_units(
     matrices like any other parameter, which is the baseline of DMuon-2, appendix C.5.  Rule:
     DMuon-2, section 3.3.
 
-    Raises ValueError on a negative threshold and on a name that occurs twice.
+    ``rule="roles"`` (MatrixFSDP, section 4.1) ignores both: every 2-D matrix, experts included, is
+    a unit of its own, and everything else of a layer is one packed tail.
+
+    Raises ValueError on a negative threshold, an unknown rule and a name that occurs twice.
     """
+    if rule not in UNIT_RULES:
+        raise ValueError(f"unit rule {rule!r} is none of {', '.join(UNIT_RULES)}")
     if threshold < 0:
         raise ValueError(
             f"unit threshold must not be negative, got {threshold} (--owner-unit-threshold)"
@@ -69,6 +85,9 @@ def build_units(
     for parameter in parameters:
         if parameter.layout is not Layout.OWNER:
             continue
-        alone = parameter.numel >= threshold or (parameter.expert and not merge_experts)
+        if rule == "roles":
+            alone = _is_matrix(parameter)
+        else:
+            alone = parameter.numel >= threshold or (parameter.expert and not merge_experts)
         groups.setdefault((parameter.layer, parameter.name if alone else ""), []).append(parameter)
     return tuple(_unit(layer, members) for (layer, _), members in groups.items())

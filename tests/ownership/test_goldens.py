@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from megamuon.ownership import PlannerSettings, PlanReport, Topology, summarize
+from megamuon.ownership import (
+    PlannerSettings,
+    PlanReport,
+    Topology,
+    build_plan,
+    closed_form_cost,
+    summarize,
+)
+from megamuon.ownership.inventory import inventory
 from tests.support.ownership import CASES, GOLDENS, golden_plan
 
 
@@ -46,6 +54,22 @@ def test_table_3_optimizer_state(gpus: int, published: float) -> None:
     assert state == pytest.approx(published, abs=0.021 if gpus == 16 else 0.0005)
 
 
+def test_state_and_time_fall_as_rows_are_added() -> None:
+    """Table 3 with the closed form: 1 to 32 nodes of 8 ranks, nothing to gain after 16."""
+    states, times = [], []
+    for rows in (1, 2, 4, 8, 16, 32):
+        plan = build_plan(
+            inventory("qwen2.5-1.5b"), Topology(rows=rows, columns=8), closed_form_cost()
+        )
+        report = summarize(plan)
+        states.append(round(report.optimizer_state_gib_busiest, 3))
+        times.append(max(report.rank_ns_ms))
+    assert states[2:] == [0.392, 0.320, 0.269, 0.269]
+    assert states[0] > states[1] > states[2]
+    assert times[:5] == sorted(set(times), reverse=True)
+    assert times[5] == times[4]
+
+
 def test_appendix_b_cap_and_element_count() -> None:
     """Bytes 1.34 without the cap and 1.14 with it; time 1.81 when element counts choose."""
     capped = summarize(golden_plan("appendixB cap"))
@@ -84,6 +108,16 @@ def test_columns_before_the_cap(case: str, rows: int, published: float) -> None:
     flat = summarize(golden_plan(case, grid, balance_columns=False)).heaviest_rail_over_mean
     assert flat == pytest.approx(published, rel=0.05)
     assert summarize(golden_plan(case, grid)).heaviest_rail_over_mean <= 1.06
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "pi0.5-fused"])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_rails_of_the_published_models(model: str, rows: int) -> None:
+    """Heaviest over mean at most 1.06 in bytes, and in time, which columns are balanced by."""
+    plan = build_plan(inventory(model), Topology(rows=rows, columns=8), closed_form_cost())
+    report = summarize(plan)
+    assert report.heaviest_rail_over_mean <= 1.06
+    assert report.heaviest_rail_over_mean_ns <= 1.03
 
 
 def test_infeasible_cap_takes_the_fewest_bytes() -> None:

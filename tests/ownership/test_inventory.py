@@ -10,6 +10,7 @@ from megamuon.matrices import Kind, Layout, Route
 from megamuon.ownership.inventory import (
     ShapeTableError,
     UnknownModelError,
+    cut_by_name,
     inventory,
     inventory_names,
     parameters_from_table,
@@ -21,7 +22,7 @@ SHAPES = json.loads((DATA / "model_shapes.json").read_text(encoding="utf-8"))["m
 
 @pytest.mark.parametrize(("name", "title"), list(zip(inventory_names(), SHAPES, strict=True)))
 def test_totals_agree_with_the_published_tables(name: str, title: str) -> None:
-    totals, parameters = SHAPES[title]["totals"], inventory(name)
+    totals, parameters = SHAPES[title]["totals"], inventory(name, routers=Kind.MATRIX)
     muon = [p for p in parameters if p.route is Route.MUON]
     assert len(parameters) == totals["tensors"]
     assert len({p.name for p in parameters}) == totals["tensors"]
@@ -36,6 +37,39 @@ def test_embedding_and_head_are_even_and_the_rest_is_owned() -> None:
         ("model.embed_tokens.weight", Kind.EMBEDDING),
         ("lm_head.weight", Kind.HEAD),
     ]
+
+
+def test_routers_are_updated_by_adamw_on_their_owner_unless_asked_for() -> None:
+    routers = [p for p in inventory("qwen1.5-moe-a2.7b") if p.kind is Kind.ROUTER]
+    assert len(routers) == 48
+    assert {(p.route, p.layout) for p in routers} == {(Route.ADAMW_OWNER, Layout.OWNER)}
+    counted = inventory("qwen1.5-moe-a2.7b", routers=Kind.MATRIX)
+    assert sum(p.route is Route.MUON for p in counted) == 4536
+    assert not any(p.kind is Kind.ROUTER for p in counted)
+
+
+def test_cuts_by_name() -> None:
+    parameters = {p.name: p for p in cut_by_name(inventory("qwen1.5-moe-a2.7b"), 2)}
+    layer = "model.layers.3"
+    dims = {
+        "model.embed_tokens.weight": 0,
+        "lm_head.weight": 0,
+        f"{layer}.self_attn.k_proj.weight": 0,
+        f"{layer}.self_attn.k_proj.bias": 0,
+        f"{layer}.self_attn.o_proj.weight": 1,
+        f"{layer}.mlp.experts.7.down_proj.weight": 1,
+        f"{layer}.mlp.shared_expert.gate_proj.weight": 0,
+        f"{layer}.mlp.gate.weight": None,
+        f"{layer}.mlp.shared_expert_gate.weight": None,
+        f"{layer}.input_layernorm.weight": None,
+    }
+    for name, dim in dims.items():
+        cut = parameters[name].cut
+        assert (None if cut is None else cut.dim) == dim, name
+    assert parameters[f"{layer}.mlp.experts.7.down_proj.weight"].cut.bounds == (0, 704, 1408)
+    uneven = cut_by_name(parameters_from_table([{"name": "a.q_proj.bias", "shape": [7]}]), 3)
+    assert uneven[0].cut.bounds == (0, 3, 6, 7)
+    assert cut_by_name(inventory("qwen3-0.6b"), 1) == inventory("qwen3-0.6b")
 
 
 def test_parameters_come_layer_by_layer() -> None:

@@ -77,14 +77,15 @@ def test_random_cases_follow_the_rule_and_have_one_owner_per_unit(seed: int) -> 
     grid = Topology(rows=generator.choice((1, 2, 3)), columns=generator.choice((1, 2, 5)))
     settings = PlannerSettings(byte_cap=generator.choice((None, 0.0, 0.1, 1.0)))
     plan = build_plan(parameters, grid, area, settings, threshold=generator.choice((4, 16, 10**6)))
-    assert plan.owners == literal_rule(plan.units, plan.costs, grid, settings)
+    found = assign(plan.units, plan.costs, grid, settings)  # before experts are evened out
+    assert found == literal_rule(plan.units, plan.costs, grid, settings)
     members = Counter(name for u in plan.units for name in u.members)
     owned = [p.name for p in parameters if p.layout is Layout.OWNER]
     assert members == Counter(owned)
     assert all(0 <= owner < grid.world for owner in plan.owners)
 
 
-@pytest.mark.parametrize("policy", ["lpt", "numel"])
+@pytest.mark.parametrize("policy", ["lpt", "numel", "scope_greedy"])
 def test_owners_do_not_depend_on_the_order_of_the_parameters(policy: str) -> None:
     generator = random.Random(7)
     parameters = random_model(generator)
@@ -182,6 +183,8 @@ def test_one_rank_and_more_ranks_than_units(policy: str, grid: Topology) -> None
         assert set(plan.owners) == {0}
     else:
         assert len(set(plan.owners)) == min(len(plan.units), grid.world)
+    again = build_plan(parameters, grid, area, PlannerSettings(policy=policy), threshold=8)
+    assert again.digest == plan.digest
 
 
 def test_nothing_to_own() -> None:
@@ -234,6 +237,9 @@ def test_unusable_costs_name_the_unit(cost: float) -> None:
         ({"byte_cap": -0.1}, "got -0.1: 0.1 gives ten per cent"),
         ({"byte_cap": float("nan")}, "byte_cap"),
         ({"bytes_per_element": 0}, "bytes_per_element"),
+        ({"balance_gain": -1.0}, "balance_gain must be"),
+        ({"workspace_growth": float("inf")}, "workspace_growth must be"),
+        ({"workspace_cap_mib": -2.0}, "workspace_cap_mib must be"),
     ],
 )
 def test_settings_are_checked(changes: dict[str, object], message: str) -> None:

@@ -88,7 +88,7 @@ def golden_plan(case: str, topology: Topology | None = None, **changes: object) 
         "byte_cap": GOLDENS["rule"]["eps"] if entry["byte_cap"] else None,
     }
     return build_plan(
-        inventory(INVENTORY_OF[entry["model"]]),
+        inventory(INVENTORY_OF[entry["model"]], routers=Kind.MATRIX),
         topology or golden_topology(case),
         golden_costs(case),
         PlannerSettings(**{**settings, **changes}),

@@ -18,7 +18,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route  # noqa: E402
-from megamuon.ownership import Topology, build_plan, closed_form_cost, summarize  # noqa: E402
+from megamuon.ownership import (  # noqa: E402
+    POLICY_NAMES,
+    PlannerSettings,
+    Topology,
+    build_plan,
+    closed_form_cost,
+    summarize,
+)
 
 
 def synthetic_model(units: int, layers: int) -> list[LogicalParameter]:
@@ -61,6 +68,9 @@ def main(arguments: list[str] | None = None) -> None:
         help="columns of an HSDP grid (default: FSDP, one flat column)",
     )
     parser.add_argument(
+        "--policy", choices=POLICY_NAMES, default="lpt", help="policy (default: %(default)s)"
+    )
+    parser.add_argument(
         "--json", metavar="FILE", help="write units, ranks and plan_seconds to this file"
     )
     options = parser.parse_args(arguments)
@@ -70,7 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
     parameters = synthetic_model(options.units, options.layers)
     topology = Topology(rows=options.ranks // columns, columns=columns)
     start = time.perf_counter()
-    plan = build_plan(parameters, topology, closed_form_cost())
+    settings = PlannerSettings(policy=options.policy)
+    plan = build_plan(parameters, topology, closed_form_cost(), settings)
     seconds = time.perf_counter() - start
     figures = {"units": len(plan.units), "ranks": topology.world, "plan_seconds": round(seconds, 4)}
     report = summarize(plan)

@@ -1,0 +1,240 @@
+"""What does a plan cost each rank?  Owner fan-out per block, and bytes held and moved.
+
+Owns the arithmetic of MatrixFSDP's gamma (section 4.2) and the expansion of a plan into bytes per
+rank: parameters, gradients, optimizer state, workspace, and what a step sends and receives inside
+the rows and across them. Invariant: pure; summed over ranks, the bytes moved are the closed forms
+2(N-1)P at ZeRO-2, 3(N-1)P at ZeRO-3 and 2(R-1)P across rows. Everything is counted at
+tensor-parallel rank 0, whose pieces are the largest. Tested by
+``tests/ownership/test_estimate.py``.
+
+[Note: what the estimate assumes]
+
+A gather sends each segment from its holder straight to the other ranks of the row, and a reduction
+the other way. Groups that stay gathered (the root's loose parameters, a table tied to a head) are
+gathered once per pass at ZeRO-3 too; at ZeRO-1 weights are gathered once per step, after the
+update. Each micro-batch is reduced. Across rows, gradients of owned parameters go to the owner,
+slices are all-reduced as in plain HSDP, and owned parameters are published. Workspace: gathered
+buffers (at ZeRO-3 the largest group, the one prefetched and those that stay; at ZeRO-2 all),
+gradient slots of two groups (one is written, one is reduced) and the largest owner window. Padding
+of buffers to an alignment and what a library allocates for itself are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.ownership.plan import OwnershipPlan
+
+MOMENTUM_BYTES = 4  # one FP32 value per element of a Muon matrix
+MOMENTS_BYTES = 8  # two FP32 values per element under AdamW
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFanout:
+    """How unevenly one block lies on the ranks that gather it."""
+
+    block: str  # layer; "" for what lies outside every layer
+    bytes: int  # of its owned parameters, in the compute dtype
+    busiest_bytes: int  # of these, led by one shard rank
+    gamma: float  # busiest over mean: 1 moves as many bytes on the busiest link as even shards do
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResourceEstimate:
+    """Bytes per data-parallel rank, each a tuple over the ranks of the grid."""
+
+    parameters: tuple[int, ...]  # masters, and resident copies in the compute dtype
+    gradients: tuple[int, ...]  # reduced, on their owners
+    optimizer_state: tuple[int, ...]
+    workspace: tuple[int, ...]
+    sent_inside_rows: tuple[int, ...]  # per step, as the rest
+    received_inside_rows: tuple[int, ...]
+    sent_across_rows: tuple[int, ...]
+    received_across_rows: tuple[int, ...]
+
+
+def block_fanouts(plan: OwnershipPlan) -> tuple[BlockFanout, ...]:
+    """gamma_B = max_r O_(B,r) / (P_B / W) of every block with owned parameters, in registration
+    order. W is the shard span, the ranks of a row; under HSDP the parameters of all owners of a
+    column leave from the one rank of that column in each row.
+    """
+    columns = plan.topology.columns
+    held: dict[str, np.ndarray] = {}
+    for parameter in plan.parameters:
+        if parameter.layout is Layout.OWNER:
+            block = held.setdefault(parameter.layer, np.zeros(columns, dtype=np.int64))
+            column = plan.topology.column_of(plan.owner_of(parameter.name))
+            block[column] += parameter.piece_numel(0) * plan.settings.bytes_per_element
+    return tuple(
+        BlockFanout(
+            block=name,
+            bytes=int(sizes.sum()),
+            busiest_bytes=int(sizes.max()),
+            gamma=float(sizes.max() * columns / sizes.sum()) if sizes.sum() else 0.0,
+        )
+        for name, sizes in held.items()
+    )
+
+
+@dataclass
+class _Group:
+    """Elements of one gather group: held by each rank, whole and trainable alone."""
+
+    stays: bool  # gathered once per pass, whatever the stage
+    owned: np.ndarray  # [rows, columns]
+    sliced: np.ndarray  # [rows, columns]; every row holds the same
+    owned_trainable: np.ndarray
+    sliced_trainable: np.ndarray
+
+    @property
+    def led(self) -> np.ndarray:
+        """Elements that each column sends into its row, [columns]."""
+        return self.owned.sum(axis=0) + self.sliced[0]
+
+    @property
+    def led_trainable(self) -> np.ndarray:
+        """The trainable ones of these."""
+        return self.owned_trainable.sum(axis=0) + self.sliced_trainable[0]
+
+
+def _group_key(parameter: LogicalParameter) -> str:
+    table = parameter.layout is Layout.EVEN and len(parameter.shape) > 1
+    return f"table:{parameter.name}" if table and not parameter.layer else parameter.layer
+
+
+def _groups(plan: OwnershipPlan) -> list[_Group]:
+    grid = plan.topology
+    found: dict[str, _Group] = {}
+    for parameter in plan.parameters:
+        key = _group_key(parameter)
+        if key not in found:
+            stays = not parameter.layer and (key == "" or bool(parameter.aliases))
+            blank = [np.zeros((grid.rows, grid.columns), dtype=np.int64) for _ in range(4)]
+            found[key] = _Group(stays, *blank)
+        group = found[key]
+        for rank, start, stop in plan.segments(parameter.name):
+            if parameter.layout is Layout.OWNER:
+                place: tuple[object, int] = (grid.row_of(rank), grid.column_of(rank))
+                whole, trainable = group.owned, group.owned_trainable
+            else:
+                place = (slice(None), rank)
+                whole, trainable = group.sliced, group.sliced_trainable
+            whole[place] += stop - start
+            if parameter.trainable:
+                trainable[place] += stop - start
+    return list(found.values())
+
+
+def state_bytes(parameter: LogicalParameter, elements: int) -> int:
+    """Bytes of optimizer state of some elements of a parameter."""
+    if parameter.route is Route.FROZEN:
+        return 0
+    return elements * (MOMENTUM_BYTES if parameter.route is Route.MUON else MOMENTS_BYTES)
+
+
+def optimizer_bytes(plan: OwnershipPlan) -> np.ndarray:
+    """Bytes of optimizer state per rank; every row holds the even slices of its columns."""
+    grid = plan.topology
+    held = np.zeros(grid.world, dtype=np.int64)
+    by_row = held.reshape(grid.rows, grid.columns)
+    for parameter in plan.parameters:
+        for rank, start, stop in plan.segments(parameter.name):
+            size = state_bytes(parameter, stop - start)
+            if parameter.layout is Layout.OWNER:
+                held[rank] += size
+            else:
+                by_row[:, rank] += size
+    return held
+
+
+def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return sum(arrays, start=np.int64(0))  # type: ignore[call-overload]
+
+
+def _workspace(groups: Sequence[_Group], stage: int, width: int, reduce_width: int) -> np.ndarray:
+    """Bytes per column."""
+    sizes = [int(group.led.sum()) for group in groups]
+    slots = sorted((int(group.led_trainable.sum()) for group in groups), reverse=True)[:2]
+    if stage == 1:
+        gathered = 0
+    elif stage == 2:
+        gathered = sum(sizes)
+    else:
+        pairs = list(zip(groups, sizes, strict=True))
+        passing = sorted((size for group, size in pairs if not group.stays), reverse=True)
+        gathered = sum(size for group, size in pairs if group.stays) + sum(passing[:2])
+    windows = np.max([group.led_trainable for group in groups], axis=0)
+    return (gathered + sum(slots)) * width + windows * reduce_width
+
+
+def estimate(
+    plan: OwnershipPlan,
+    *,
+    zero_stage: int = 3,
+    micro_batches: int = 1,
+    master_bytes: int = 4,
+    reduce_bytes: int = 4,
+) -> ResourceEstimate:
+    """Bytes of every rank under ``plan``; see [Note: what the estimate assumes].
+
+    ``master_bytes``: per element of masters and reduced gradients; ``reduce_bytes``: of gradients
+    on the wire. The compute dtype is the plan's. Raises ValueError on another ZeRO stage than 1, 2
+    or 3 and on fewer than one micro-batch.
+    """
+    if zero_stage not in (1, 2, 3):
+        raise ValueError(f"zero_stage {zero_stage}: choose 1, 2 or 3 (--zero-stage)")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
+    grid, width = plan.topology, plan.settings.bytes_per_element
+    rows, columns = grid.rows, grid.columns
+    shape = (rows, columns)
+    groups = _groups(plan)
+    if not groups:
+        return ResourceEstimate(**dict.fromkeys(_KINDS, (0,) * grid.world))
+    owned, sliced = _total(g.owned for g in groups), _total(g.sliced for g in groups)
+    trained = _total(g.owned_trainable for g in groups)
+    slices = _total(g.sliced_trainable for g in groups)
+    everything = int(_total(g.led for g in groups).sum())
+    if zero_stage == 1:
+        resident = np.full(shape, everything)
+    else:  # leaders keep a copy of what the owners of their column publish to them
+        resident = np.broadcast_to(owned.sum(axis=0) * (rows > 1), shape)
+
+    sent = received = np.int64(0)
+    for group in groups:
+        led, mine = group.led, group.led_trainable
+        gathers = (
+            1
+            if zero_stage == 1
+            else micro_batches * (2 if zero_stage == 3 and not group.stays else 1)
+        )
+        sent = sent + gathers * width * (columns - 1) * led
+        received = received + gathers * width * (led.sum() - led)
+        sent = sent + micro_batches * reduce_bytes * (mine.sum() - mine)
+        received = received + micro_batches * reduce_bytes * (columns - 1) * mine
+    others = trained.sum(axis=0) - trained  # owned by the other ranks of the column
+    reduced = micro_batches * reduce_bytes
+    ring = 2 * (rows - 1) * slices * reduced // rows
+    figures = {
+        "parameters": (owned + sliced) * master_bytes + resident * width,
+        "gradients": (trained + slices) * master_bytes,
+        "optimizer_state": optimizer_bytes(plan),
+        "workspace": _workspace(groups, zero_stage, width, reduce_bytes),
+        "sent_inside_rows": sent,
+        "received_inside_rows": received,
+        "sent_across_rows": others * reduced + (rows - 1) * trained * width + ring,
+        "received_across_rows": (rows - 1) * trained * reduced + others * width + ring,
+    }
+    return ResourceEstimate(
+        **{
+            kind: tuple(int(v) for v in np.broadcast_to(values.reshape(-1, columns), shape).flat)
+            for kind, values in figures.items()
+        }
+    )
+
+
+_KINDS = tuple(ResourceEstimate.__dataclass_fields__)
