@@ -9,7 +9,7 @@ Tested by ``tests/optim/test_adamw.py``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,12 @@ def _groups(items: Sequence[Item], state_names: Sequence[str]) -> Iterable[list[
         parameter = item.parameter
         groups[(item.lr, item.wd, parameter.device, parameter.dtype)].append(item)
     return groups.values()
+
+
+def _tell(group: Sequence[Item], updated: Callable[[Item], None] | None) -> None:
+    if updated is not None:
+        for item in group:
+            updated(item)
 
 
 _SMALL = 1 << 15  # elements per tensor below which call overhead outweighs temporaries on a CPU
@@ -90,8 +96,10 @@ class AdamW:
         }
 
     @torch.no_grad()
-    def update(self, items: Sequence[Item]) -> None:
-        """One step for each item, in place.  ValueError for state that init_state did not make."""
+    def update(self, items: Sequence[Item], updated: Callable[[Item], None] | None = None) -> None:
+        """One step for each item, in place; ``updated`` follows once for each, group by group.
+        ValueError for state that init_state did not make.
+        """
         for group in _groups(items, self.state_names):
             adamw(
                 [item.parameter for item in group],
@@ -110,6 +118,7 @@ class AdamW:
                 eps=self.config.eps,
                 maximize=False,
             )
+            _tell(group, updated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,8 +148,10 @@ class Sgd:
         }
 
     @torch.no_grad()
-    def update(self, items: Sequence[Item]) -> None:
-        """One step for each item, in place.  ValueError for state that init_state did not make."""
+    def update(self, items: Sequence[Item], updated: Callable[[Item], None] | None = None) -> None:
+        """One step for each item, in place; ``updated`` follows once for each, group by group.
+        ValueError for state that init_state did not make.
+        """
         for group in _groups(items, self.state_names):
             sgd(
                 [item.parameter for item in group],
@@ -154,3 +165,4 @@ class Sgd:
                 nesterov=False,
                 maximize=False,
             )
+            _tell(group, updated)

@@ -3,15 +3,15 @@
 Owns ``MuonConfig`` (every convention in which published Muons differ, as explicit fields) and
 ``Muon``. Invariants: each matrix is orthogonalised once per update, whole, and its scale comes from
 its logical shape; parameters and momentum change in place, views included;
-``MuonConfig.torch_preset`` reproduces ``torch.optim.Muon`` bit for bit. Tested by
-``tests/optim/test_muon.py``, against ``torch.optim.Muon`` itself among others.
+``MuonConfig.torch_preset`` reproduces ``torch.optim.Muon`` bit for bit. The momentum lies beside
+the pieces of a matrix; the whole has no state. Tested by ``tests/optim/test_muon.py``, against
+``torch.optim.Muon`` itself among others.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from megamuon.optim.coefficients import Triple
 from megamuon.optim.newton_schulz import Counter, NewtonSchulzConfig, orthogonalize_many
-from megamuon.optim.optimizer import Item
+from megamuon.optim.optimizer import Item, Whole
+from megamuon.optim.whole import MatrixRule
 
 MomentumForm = Literal["sgd", "ema"]
 Scale = Literal["match_rms_adamw", "spectral", "unit_rms_norm", "shape_scaling", "original"]
@@ -34,7 +35,6 @@ _SCALES: tuple[str, ...] = (
     "shape_scaling",
     "original",
 )
-_CHUNK_ELEMENTS = 1 << 27  # bounds the temporaries (Newton–Schulz input and result) of one batch
 
 
 def update_scale(scale: Scale, rows: int, cols: int) -> float:
@@ -125,51 +125,28 @@ class MuonConfig:
         )
 
 
-class Muon:
-    """Muon over the whole matrices that one rank owns. ``counter`` counts its Newton–Schulz
-    calls.
-    """
+class Muon(MatrixRule):
+    """Muon. ``counter`` counts its Newton–Schulz calls."""
 
-    state_names: tuple[str, ...] = (_MOMENTUM,)
+    piece_names: tuple[str, ...] = (_MOMENTUM,)
+    whole_names: tuple[str, ...] = ()
 
     def __init__(self, config: MuonConfig, *, counter: Counter | None = None) -> None:
         self.config = config
         self.counter = Counter() if counter is None else counter
 
-    def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {_MOMENTUM: torch.zeros_like(parameter, memory_format=torch.contiguous_format)}
+    def piece_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {_MOMENTUM: shape}
+
+    def whole_shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {}
 
     @torch.no_grad()
-    def update(self, items: Sequence[Item]) -> None:
-        """One step for each item, in place. ValueError for a parameter or a logical shape that
-        is not 2-D, or state without momentum. Gradients must be finite: one that is not makes
-        its own matrix NaN.
+    def prepare(self, item: Item) -> Tensor:
+        """Advance the momentum; the piece's part of the input of Newton–Schulz (without Nesterov
+        the buffer itself).
         """
-        for item in items:
-            self._check(item)
-        for chunk in _chunks(items):
-            inputs = [self._momentum(item) for item in chunk]
-            updates = orthogonalize_many(inputs, self.config.newton_schulz, counter=self.counter)
-            for item, update in zip(chunk, updates, strict=True):
-                self._apply(item, update)
-
-    def _check(self, item: Item) -> None:
-        if item.parameter.ndim != 2 or len(item.logical_shape) != 2:
-            raise ValueError(
-                f"Muon item {item.name!r}: parameter {tuple(item.parameter.shape)}, logical shape "
-                f"{item.logical_shape}; both must be 2-D. Route it to AdamW, or pass the "
-                "whole matrix, not a shard"
-            )
-        momentum = item.state.get(_MOMENTUM)
-        if momentum is None or momentum.shape != item.parameter.shape:
-            found = "missing" if momentum is None else f"of shape {tuple(momentum.shape)}"
-            raise ValueError(
-                f"Muon item {item.name!r}: state {_MOMENTUM!r} is {found}, its parameter is "
-                f"{tuple(item.parameter.shape)}; make it with init_state"
-            )
-
-    def _momentum(self, item: Item) -> Tensor:
-        """Advances the buffer; returns the input of Newton–Schulz."""
+        self.check_piece(item)
         buffer, gradient, mu = item.state[_MOMENTUM], item.gradient, self.config.momentum
         if self.config.momentum_form == "ema":
             buffer.lerp_(gradient, 1 - mu)
@@ -177,27 +154,20 @@ class Muon:
         buffer.mul_(mu).add_(gradient)
         return gradient.add(buffer, alpha=mu) if self.config.nesterov else buffer
 
-    def _apply(self, item: Item, update: Tensor) -> None:
+    @torch.no_grad()
+    def directions(self, wholes: Sequence[Whole]) -> list[Tensor]:
+        """The orthogonalised matrices."""
+        matrices = [whole.matrix for whole in wholes]
+        return orthogonalize_many(matrices, self.config.newton_schulz, counter=self.counter)
+
+    @torch.no_grad()
+    def apply(self, item: Item, direction: Tensor) -> None:
+        """Decay and add, with the scale of the logical shape."""
         rows, cols = item.logical_shape
         ratio = update_scale(self.config.scale, rows, cols) * self.config.extra_scale
         before = self.config.decay_order == "before_update"
         if before:
             item.parameter.mul_(1 - item.lr * item.wd)
-        item.parameter.add_(update, alpha=-(item.lr * ratio))
+        item.parameter.add_(direction, alpha=-(item.lr * ratio))
         if not before:
             item.parameter.mul_(1 - item.lr * item.wd)
-
-
-def _chunks(items: Sequence[Item]) -> Iterable[list[Item]]:
-    """Items to update together: one shape each on CUDA, up to a bound on temporaries; one by one
-    elsewhere, so that the temporaries are those of one matrix and stay in cache.
-    """
-    groups: dict[tuple[object, ...], list[Item]] = defaultdict(list)
-    for index, item in enumerate(items):
-        parameter = item.parameter
-        alone = None if parameter.is_cuda else index
-        groups[(tuple(parameter.shape), parameter.dtype, parameter.device, alone)].append(item)
-    for group in groups.values():
-        size = max(1, _CHUNK_ELEMENTS // max(1, group[0].parameter.numel()))
-        for start in range(0, len(group), size):
-            yield group[start : start + size]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -125,6 +127,23 @@ def test_sgd_is_torch_sgd_bit_for_bit(momentum: float) -> None:
     for one, two in zip(ours, theirs, strict=True):
         assert torch.equal(one, two)
     assert optimizer.state_names == (("momentum_buffer",) if momentum else ())
+
+
+@pytest.mark.parametrize("make", [lambda: AdamW(AdamWConfig()), lambda: Sgd(SgdConfig())])
+def test_each_item_is_told_once_after_its_change(make: Callable[[], AdamW | Sgd]) -> None:
+    optimizer = make()
+    weights = [torch.randn(shape) for shape in SHAPES]
+    states = [optimizer.init_state(weight) for weight in weights]
+    seen: dict[str, Tensor] = {}
+
+    def updated(done: Item) -> None:
+        assert done.name not in seen
+        seen[done.name] = done.parameter.clone()
+
+    optimizer.update(items(weights, [torch.randn(shape) for shape in SHAPES], states), updated)
+    assert sorted(seen) == [str(index) for index in range(len(SHAPES))]
+    for name, value in seen.items():
+        assert torch.equal(value, weights[int(name)])
 
 
 def test_protocol_and_errors() -> None:
