@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.collectives.traffic import Traffic
+
 
 @dataclass(frozen=True, kw_only=True)
 class TableSegment:
@@ -98,16 +100,20 @@ class Work:
     keep: tuple[Tensor, ...] = ()  # buffers that must outlive the transfer
     borrows: bool = False  # the transfer still reads the caller's buffer: keep it until wait()
     name: str = "collective"
+    failure: str = ""  # what the first wait() said where a peer was lost; later ones say it again
 
     def wait(self) -> None:
         """Wait, then unpack or sum. Raises CollectiveError naming the operation where a peer was
         lost.
         """
+        if self.failure:
+            raise CollectiveError(self.failure)
         try:
-            for handle in self.handles:
-                handle.wait()
+            while self.handles:  # once each: Gloo's point-to-point handles hang in a second wait
+                self.handles.pop(0).wait()
         except RuntimeError as error:
-            raise CollectiveError(f"{self.name} failed: {error}") from error
+            self.failure = f"{self.name} failed: {error}"
+            raise CollectiveError(self.failure) from error
         if self.finish is not None:
             self.finish()
         self.handles, self.finish, self.keep = [], None, ()
@@ -128,6 +134,8 @@ class Transport(abc.ABC):
     and reductions have one frozen order each, but how the two interleave may differ from rank to
     rank (a rank that skipped a branch reduces late), so they must not share a communicator.
     ``wire_dtype`` is what a reduction sends; sums are taken in the dtype of the window.
+    ``traffic`` counts what this rank sends along ``axis``: the bytes that the table asks for, in
+    the dtype they travel in, whatever the library's own algorithm moves.
     """
 
     name = "transport"
@@ -138,10 +146,14 @@ class Transport(abc.ABC):
         gather_group: dist.ProcessGroup | None,
         reduce_group: dist.ProcessGroup | None,
         wire_dtype: torch.dtype,
+        traffic: Traffic | None = None,
+        axis: str = "shard",
     ) -> None:
         self.gather_group = gather_group
         self.reduce_group = reduce_group
         self.wire_dtype = wire_dtype
+        self.traffic = traffic
+        self.axis = axis
         self.world = dist.get_world_size(gather_group) if gather_group is not None else 1
         self.rank = dist.get_rank(gather_group) if gather_group is not None else 0
 
@@ -153,26 +165,53 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def reduce_scatter_v(
-        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool
+        self,
+        slots: Tensor,
+        table: ReduceTable,
+        window: Tensor,
+        *,
+        first: bool,
+        divisor: int | None = None,
     ) -> Work:
-        """Mean of ``slots (numel,)`` over the ranks, each segment to its rank.
+        """Sum of ``slots (numel,)`` over the ranks by ``divisor``, each segment to its rank.
 
-        ``window`` holds this rank's segments one after another in table order; the mean is stored
-        there if ``first``, else added. The slots may be
-        reused at once, or after ``wait()`` where the work ``borrows`` them.
+        ``divisor`` is the number of ranks unless given: the mean; 1 leaves the plain sum.
+        ``window`` holds this rank's segments one after another in table order; the result is
+        stored there if ``first``, else added. The slots may be reused at once, or after
+        ``wait()`` where the work ``borrows`` them.
         """
 
     def reduce_alone(
-        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool
+        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool, divisor: int | None
     ) -> Work:
         """``reduce_scatter_v`` on one rank: nothing travels, but the wire dtype still rounds."""
-        mean_into([pack(slots, table.of(0), self.wire_dtype)], window, 1, first=first)
+        mean_into([pack(slots, table.of(0), self.wire_dtype)], window, divisor or 1, first=first)
         return Work(name="reduction")
+
+    def count(self, operation: str, nbytes: int) -> None:
+        """This rank sends ``nbytes`` along the transport's axis."""
+        if self.traffic is not None and nbytes:
+            self.traffic.sent(operation, self.axis, nbytes)
+
+    def count_gather(self, buffer: Tensor, table: GatherTable) -> None:
+        """A gather sends this rank's segments to each other member."""
+        own = table.sizes[self.rank] * buffer.element_size()
+        self.count("gather", own * (self.world - 1))
+
+    def count_reduction(self, table: ReduceTable) -> None:
+        """A reduction sends each other member its segments, in the wire dtype."""
+        others = sum(table.sizes) - table.sizes[self.rank]
+        self.count("reduce", others * self.wire_dtype.itemsize)
 
     @staticmethod
     def native(buffer: Tensor) -> bool:
         """Whether NCCL moves this buffer (it does on GPUs; Gloo serves CPU ranks)."""
         return buffer.device.type == "cuda"
+
+    def check_schedules(self, tables: Sequence[SegmentTable]) -> None:  # noqa: B027
+        """Prove, before training, that all ranks would make the same calls for ``tables``; a
+        collective.  Most transports leave that to the plan's digest.
+        """
 
     def close(self) -> None:  # noqa: B027  (a transport may have nothing to free)
         """Free what the transport made itself; the process groups belong to whoever made them."""
@@ -206,8 +245,8 @@ def unpack(packed: Tensor, buffer: Tensor, segments: Sequence[TableSegment]) -> 
         start += segment.numel
 
 
-def mean_into(parts: Sequence[Tensor], window: Tensor, world: int, *, first: bool) -> None:
-    """``window (+)= mean(parts)``, summed in rank order in the window's dtype.
+def mean_into(parts: Sequence[Tensor], window: Tensor, divisor: int, *, first: bool) -> None:
+    """``window (+)= sum(parts) / divisor``, summed in rank order in the window's dtype.
 
     The fixed order makes the sum reproducible bit for bit, whatever the transport's own algorithm
     would do.
@@ -215,7 +254,12 @@ def mean_into(parts: Sequence[Tensor], window: Tensor, world: int, *, first: boo
     total = parts[0].to(window.dtype, copy=True)
     for part in parts[1:]:
         total.add_(part)
-    total.div_(world)
+    total.div_(divisor)
+    store(total, window, first=first)
+
+
+def store(total: Tensor, window: Tensor, *, first: bool) -> None:
+    """Put a finished reduction into its window: stored if ``first``, else added."""
     if first:
         window.copy_(total)
     else:

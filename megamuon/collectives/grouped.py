@@ -34,6 +34,7 @@ class GroupedTransport(Transport):
         """See Transport."""
         if self.world == 1:
             return Work(name="gather")
+        self.count_gather(buffer, table)
         if self.native(buffer):
             return coalesced_broadcasts(self, buffer, table)
         sizes = table.sizes
@@ -58,13 +59,21 @@ class GroupedTransport(Transport):
         )
 
     def reduce_scatter_v(
-        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool
+        self,
+        slots: Tensor,
+        table: ReduceTable,
+        window: Tensor,
+        *,
+        first: bool,
+        divisor: int | None = None,
     ) -> Work:
         """See Transport."""
         if self.world == 1:
-            return self.reduce_alone(slots, table, window, first=first)
+            return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
+        divisor = divisor or self.world
+        self.count_reduction(table)
         if self.native(slots):
-            return coalesced_reduces(self, slots, table, window, first=first)
+            return coalesced_reduces(self, slots, table, window, first=first, divisor=divisor)
         sizes = table.sizes
         mine = sizes[self.rank]
         sent = pack(slots, table.segments, self.wire_dtype, alias=False)
@@ -80,6 +89,6 @@ class GroupedTransport(Transport):
 
         def finish() -> None:
             if mine:
-                mean_into(received.view(self.world, mine).unbind(), window, self.world, first=first)
+                mean_into(received.view(self.world, mine).unbind(), window, divisor, first=first)
 
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")

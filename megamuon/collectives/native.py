@@ -7,11 +7,13 @@ same sequence. It needs several GPUs to run; the CPU suite covers the transports
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.collectives.base import GatherTable, ReduceTable, Transport, Work
+from megamuon.collectives.base import GatherTable, ReduceTable, Transport, Work, store
 
 
 def coalesced_broadcasts(transport: Transport, buffer: Tensor, table: GatherTable) -> Work:
@@ -24,32 +26,50 @@ def coalesced_broadcasts(transport: Transport, buffer: Tensor, table: GatherTabl
     return Work(handles=manager.works, name="gather")
 
 
+def reduce_views(
+    group: dist.ProcessGroup,
+    views: Sequence[tuple[Tensor, int]],
+    operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> list[dist.Work]:
+    """Reduce each ``(view, rank of the group)`` onto its rank, in place, in one launch."""
+    if not views:
+        return []
+    with dist._coalescing_manager(group, views[0][0].device, async_ops=True) as manager:
+        for view, rank in views:
+            root = dist.get_global_rank(group, rank)
+            dist.reduce(view, root, op=operation, group=group, async_op=True)
+    return manager.works
+
+
 def coalesced_reduces(
-    transport: Transport, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool
+    transport: Transport,
+    slots: Tensor,
+    table: ReduceTable,
+    window: Tensor,
+    *,
+    first: bool,
+    divisor: int,
 ) -> Work:
-    """One averaging reduce per segment, grouped; FP32 reduction of BF16 slots is cast at send."""
-    group = transport.reduce_group
+    """One reduce per segment, grouped; FP32 reduction of BF16 slots is cast at send.
+
+    NCCL averages by itself where the divisor is the number of ranks.
+    """
     wire = slots if slots.dtype == transport.wire_dtype else slots.to(transport.wire_dtype)
-    with dist._coalescing_manager(group, slots.device, async_ops=True) as manager:
-        for segment in table.segments:
-            view = wire[segment.offset : segment.offset + segment.numel]
-            dist.reduce(
-                view,
-                transport.peer(group, segment.rank),
-                op=dist.ReduceOp.AVG,
-                group=group,
-                async_op=True,
-            )
+    average = divisor == transport.world
+    handles = reduce_views(
+        transport.reduce_group,
+        [(wire[s.offset : s.offset + s.numel], s.rank) for s in table.segments],
+        dist.ReduceOp.AVG if average else dist.ReduceOp.SUM,
+    )
 
     def finish() -> None:
         mine = table.of(transport.rank)
         if mine:
             total = torch.cat([wire[s.offset : s.offset + s.numel] for s in mine])
-            if first:
-                window.copy_(total)
-            else:
-                window.add_(total)
+            if not average:
+                total = total.to(window.dtype).div_(divisor)
+            store(total, window, first=first)
 
     return Work(
-        handles=manager.works, finish=finish, keep=(wire,), borrows=wire is slots, name="reduction"
+        handles=handles, finish=finish, keep=(wire,), borrows=wire is slots, name="reduction"
     )

@@ -35,6 +35,7 @@ class PerOwnerTransport(Transport):
         """See Transport.  One contiguous segment is broadcast in place; several are packed."""
         if self.world == 1:
             return Work(name="gather")
+        self.count_gather(buffer, table)
         handles, kept, unpackings = [], [], []
         for rank, size in enumerate(table.sizes):
             if not size:
@@ -57,13 +58,21 @@ class PerOwnerTransport(Transport):
         return Work(handles=handles, finish=finish, keep=tuple(kept), name="gather")
 
     def reduce_scatter_v(
-        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool
+        self,
+        slots: Tensor,
+        table: ReduceTable,
+        window: Tensor,
+        *,
+        first: bool,
+        divisor: int | None = None,
     ) -> Work:
         """See Transport. A 16-bit wire is gathered to the owner and summed there, so that it adds
         in FP32.
         """
         if self.world == 1:
-            return self.reduce_alone(slots, table, window, first=first)
+            return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
+        divisor = divisor or self.world
+        self.count_reduction(table)
         handles, kept = [], []
         finish: Callable[[], None] | None = None
         for rank, size in enumerate(table.sizes):
@@ -73,7 +82,7 @@ class PerOwnerTransport(Transport):
             handles.append(handle)
             kept.extend(parts)
             if rank == self.rank:
-                finish = self._finisher(parts, window, first)
+                finish = self._finisher(parts, window, divisor, first)
         return Work(handles=handles, finish=finish, keep=tuple(kept), name="reduction")
 
     def _to_owner(
@@ -93,5 +102,7 @@ class PerOwnerTransport(Transport):
         )
         return handle, parts if parts is not None else [message]
 
-    def _finisher(self, parts: list[Tensor], window: Tensor, first: bool) -> Callable[[], None]:
-        return lambda: mean_into(parts, window, self.world, first=first)
+    def _finisher(
+        self, parts: list[Tensor], window: Tensor, divisor: int, first: bool
+    ) -> Callable[[], None]:
+        return lambda: mean_into(parts, window, divisor, first=first)

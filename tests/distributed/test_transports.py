@@ -1,5 +1,5 @@
 """Every transport against sums in one process: bit-exact gathers, sums in rank order, any
-layout.
+layout; counted bytes against the tables.
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamuon.collectives import TRANSPORTS, SegmentTable, TableSegment, build_transport
+from megamuon.collectives import (
+    TRANSPORTS,
+    SegmentTable,
+    TableSegment,
+    Traffic,
+    build_transport,
+)
 from tests.support.ranks import run_ranks
 
 CASES = 12
+UNPADDED = ("grouped", "per_owner", "p2p")  # padding travels, and is counted
 
 
 def table(seed: int, world: int) -> tuple[SegmentTable, int]:
@@ -40,8 +47,13 @@ def work(rank: int, world: int) -> list[str]:
     gather_group, reduce_group = dist.new_group(), dist.new_group()
     for name in TRANSPORTS:
         for wire in (torch.float32, torch.bfloat16, torch.float64):
+            traffic = Traffic()
             transport = build_transport(
-                name, gather_group=gather_group, reduce_group=reduce_group, wire_dtype=wire
+                name,
+                gather_group=gather_group,
+                reduce_group=reduce_group,
+                wire_dtype=wire,
+                traffic=traffic,
             )
             master = torch.float64 if wire is torch.float64 else torch.float32
             for seed in range(CASES):
@@ -61,13 +73,24 @@ def work(rank: int, world: int) -> list[str]:
                 window = torch.zeros(layout.numel_of(rank), dtype=master)
                 transport.reduce_scatter_v(slots, layout, window, first=True).wait()
                 transport.reduce_scatter_v(slots, layout, window, first=False).wait()
+                own, whole = layout.numel_of(rank), sum(layout.sizes)
+                wanted_bytes = {"gather": own * (world - 1), "reduce": 2 * (whole - own)}
+                for operation, elements in wanted_bytes.items():
+                    if traffic.bytes(operation) != elements * wire.itemsize and name in UNPADDED:
+                        failed.append(f"{label}: bytes of {operation}")
+                traffic.reset()
+                plain = torch.ones_like(window)
+                transport.reduce_scatter_v(slots, layout, plain, first=True, divisor=1).wait()
+                divided = torch.ones_like(window)
+                transport.reduce_scatter_v(slots, layout, divided, first=True, divisor=6).wait()
+                traffic.reset()
                 total = values(seed, 0, numel, wire).to(master)
                 for other in range(1, world):
                     total += values(seed, other, numel, wire)
                 mean = total / world
                 parts = [mean[s.offset : s.offset + s.numel] for s in layout.of(rank)]
                 once = torch.cat(parts) if parts else torch.zeros(0, dtype=master)
-                exact = name == "grouped" or wire is torch.bfloat16
+                exact = name != "per_owner" or wire is torch.bfloat16
                 good = (
                     torch.equal(window, once + once)
                     if exact
@@ -75,6 +98,12 @@ def work(rank: int, world: int) -> list[str]:
                 )
                 if not good:
                     failed.append(f"{label}: reduction")
+                sums = [total[s.offset : s.offset + s.numel] for s in layout.of(rank)]
+                wanted = torch.cat(sums) if sums else torch.zeros(0, dtype=master)
+                if not torch.allclose(plain, wanted, atol=0 if exact else 1e-5, rtol=0):
+                    failed.append(f"{label}: divisor 1")
+                if not torch.allclose(divided, wanted / 6, atol=0 if exact else 1e-5, rtol=0):
+                    failed.append(f"{label}: divisor 6")
                 if not torch.equal(slots, values(seed, rank, numel, wire)):
                     failed.append(f"{label}: the slots were written")
     return failed
@@ -86,5 +115,5 @@ def test_transports(world: int) -> None:
 
 
 def test_an_unknown_transport_is_named() -> None:
-    with pytest.raises(ValueError, match="--collectives nccl: choose one of grouped, per_owner"):
+    with pytest.raises(ValueError, match="--collectives nccl: choose one of grouped, p2p, padded"):
         build_transport("nccl", gather_group=None, reduce_group=None, wire_dtype=torch.float32)

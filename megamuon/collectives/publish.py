@@ -1,0 +1,376 @@
+"""The cross-step publish: an owner sends its updated parameters to the leaders of the other rows.
+
+Owns the leaders' resident copies and the transfers into them (DMuon-2, sections 4.2, 4.3, 5.3 and
+appendix C.2).  On a grid of R rows and K columns every matrix has a *leader* in each row, the rank
+in the owner's column, so that a parameter crosses nodes once per step.  A message is header and
+payload as they lie in the copies: it carries its version and arrives in place, without staging.
+
+Invariants:
+
+* A copy is fit for use by its version number, never by a flag that a late message could set.
+* A rank posts the receives of a step only when it has read the last version for the last time
+  (``expect`` comes after the norm of a step, when every gather is over), and Gloo sends nothing
+  that is not posted: so no message overwrites a copy that is still read.
+* An owner writes a payload only after an ``expect`` that names it, which waits until the last
+  sends of that payload are over.
+* On Gloo each parameter has its own tag, so neither delays nor orders of the updates on different
+  ranks can swap two messages.  On NCCL each column has one frozen order of broadcasts.
+
+Gloo's point-to-point handles never report completion without a ``wait`` and hang in a second one,
+so a handle is taken out of its list before it is waited for, and exactly once. Tested by
+``tests/collectives/test_publish_copies.py`` and ``tests/distributed/test_publish.py``; the NCCL
+path needs a GPU per row, and its order is tested with Gloo's broadcasts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamuon.collectives.base import CollectiveError
+from megamuon.collectives.traffic import Traffic
+
+HEADER_BYTES = 16  # int64 version, int64 parameter index
+ALIGNMENT = 16
+
+
+class StaleCopyError(CollectiveError):
+    """A leader copy holds another version than the one that the forward pass needs."""
+
+
+class LeaderCopies:
+    """The resident copies of one column's parameters, header and payload each, in one buffer."""
+
+    def __init__(
+        self, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """``sizes``: parameter index -> elements. All copies start at zero, version 0."""
+        self._places: dict[int, tuple[int, int]] = {}  # start of the header, end of the payload
+        end = 0
+        for index, numel in sizes.items():
+            stop = end + HEADER_BYTES + numel * dtype.itemsize
+            self._places[index] = (end, stop)
+            end = -(-stop // ALIGNMENT) * ALIGNMENT
+        self.dtype = dtype
+        self.buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._headers: dict[int, Tensor] = {}
+        self._payloads: dict[int, Tensor] = {}
+        for index, (start, stop) in self._places.items():
+            header = self.buffer[start : start + HEADER_BYTES].view(torch.int64)
+            header[1] = index
+            self._headers[index] = header
+            self._payloads[index] = self.buffer[start + HEADER_BYTES : stop].view(dtype)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The parameters held, in the order of the buffer."""
+        return tuple(self._places)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the buffer: payloads, headers and alignment."""
+        return self.buffer.numel()
+
+    def payload(self, index: int) -> Tensor:
+        """The copy of a parameter, ``(numel,)``, a view."""
+        return self._payloads[index]
+
+    def message(self, index: int) -> Tensor:
+        """Header and payload as they travel, ``(bytes,)`` uint8, a view."""
+        start, stop = self._places[index]
+        return self.buffer[start:stop]
+
+    def stamp(self, index: int, version: int) -> None:
+        """Write the version of a payload that this rank wrote itself."""
+        self._headers[index][0] = version
+
+    def version(self, index: int) -> int:
+        """The version in the header; on a GPU this waits for the current stream."""
+        return int(self._headers[index][0])
+
+    def headers(self, indices: Sequence[int]) -> Tensor:
+        """``(len(indices), 2)`` int64 on the device: version and parameter index of each."""
+        return torch.stack([self._headers[index] for index in indices])
+
+
+class Publisher:
+    """Sends this row's updated parameters to the other rows and receives theirs.
+
+    Per step, on every rank of the column: ``expect`` once, ``publish`` for each own parameter,
+    ``finish_round`` once; then ``wait`` before each layer that is gathered. ``waited_seconds`` is
+    the time blocked in ``wait`` and ``drain``.
+    """
+
+    def __init__(
+        self,
+        copies: LeaderCopies,
+        *,
+        names: Mapping[int, str],
+        owner_rows: Mapping[int, int],
+        group: dist.ProcessGroup | None,
+        row: int,
+        traffic: Traffic | None = None,
+        ordered: bool | None = None,
+    ) -> None:
+        """``group``: the column, its own communicator, ranks in order of rows; None for one row.
+
+        ``ordered`` chooses broadcasts in one frozen order over tagged sends; by default NCCL's
+        buffers are ordered and Gloo's are not. Raises ValueError where the tables do not fit.
+        """
+        self.copies, self.names, self.owner_rows = copies, dict(names), dict(owner_rows)
+        self.group, self.row, self.traffic = group, row, traffic
+        self.rows = dist.get_world_size(group) if group is not None else 1
+        self.ordered = copies.buffer.is_cuda if ordered is None else ordered
+        self.waited_seconds = 0.0
+        self._version = 0
+        self._order: tuple[int, ...] = ()
+        self._unpublished: set[int] = set()  # own parameters of the round that are not written yet
+        self._cursor = 0  # ordered: how far the round's broadcasts are issued
+        self._receives: dict[int, dist.Work] = {}
+        self._sends: dict[int, list[tuple[int, dist.Work]]] = {}  # (row, handle)
+        self._checks: list[_Check] = []
+        self._check_tables()
+
+    def _check_tables(self) -> None:
+        if self.group is not None and dist.get_rank(self.group) != self.row:
+            raise ValueError(
+                f"row {self.row} is rank {dist.get_rank(self.group)} of its replicate group: "
+                "build the group in order of rows"
+            )
+        for index in self.copies.indices:
+            if index not in self.names or index not in self.owner_rows:
+                raise ValueError(f"parameter {index} has a leader copy but no name or owner row")
+            if not 0 <= self.owner_rows[index] < self.rows:
+                raise ValueError(
+                    f"{self.names[index]}: owner row {self.owner_rows[index]} is outside "
+                    f"0..{self.rows - 1}"
+                )
+
+    def expect(self, order: Sequence[int], version: int) -> None:
+        """Open a round: these parameters of the column get ``version``, in this order.
+
+        Called on all ranks of the column at the same point, after the last gather that reads the
+        old copies. Waits for what is left of older transfers of the same parameters, so that on
+        return an owner may overwrite its payloads. Raises ValueError for an unknown or repeated
+        parameter or where an own parameter of the last round was never published, and
+        CollectiveError for a lost peer.
+        """
+        self._refuse_unpublished()
+        known = set(self.copies.indices)
+        if len(set(order)) != len(order) or not known.issuperset(order):
+            wrong = [index for index in order if index not in known or order.count(index) > 1]
+            raise ValueError(f"publish order: parameters {wrong} are unknown or repeated")
+        self._settle_checks()
+        for index in self._order if self.ordered else order:
+            self._finish_receive(index)
+            self._finish_sends(index)
+        self._order, self._version, self._cursor = tuple(order), version, 0
+        self._unpublished = {index for index in order if self.owner_rows[index] == self.row}
+        if self.ordered:
+            self._issue()
+        elif self.group is not None:
+            for index in order:
+                if self.owner_rows[index] != self.row:
+                    self._post_receive(index)
+
+    def publish(self, index: int) -> None:
+        """Stamp an own parameter, whose payload is written, and send it; returns at once.
+
+        Raises ValueError where the parameter is not this row's or not in the round, or was
+        published already.
+        """
+        if index not in self._unpublished:
+            name = self.names.get(index, f"parameter {index}")
+            owner = self.owner_rows.get(index)
+            if owner != self.row:
+                raise ValueError(f"{name}: row {self.row} publishes it, but row {owner} owns it")
+            raise ValueError(
+                f"{name}: not expected at version {self._version}, or published already"
+            )
+        self.copies.stamp(index, self._version)
+        self._unpublished.remove(index)
+        if self.traffic is not None and self.rows > 1:
+            nbytes = self.copies.message(index).numel() * (self.rows - 1)
+            self.traffic.sent("publish", "replicate", nbytes)
+        if self.ordered:
+            self._issue()
+        else:
+            self._send(index)
+
+    def finish_round(self) -> None:
+        """After the last update of a step, on all ranks: every broadcast of the round is issued.
+
+        Raises ValueError where an own parameter of the round was not published.
+        """
+        self._refuse_unpublished()
+        if self.ordered:
+            self._issue()
+
+    def wait(self, indices: Iterable[int], expected: Mapping[int, int]) -> None:
+        """Before a layer is gathered: exactly these parameters have arrived, in these versions.
+
+        Raises StaleCopyError naming the parameter where a header holds another version (own
+        parameters are checked too), CollectiveError where a peer was lost. On a GPU nothing blocks
+        the host: the headers are read by the stream and the comparison raises at a later call, at
+        the latest in ``expect``.
+        """
+        started = time.perf_counter()
+        wanted = list(indices)
+        try:
+            for index in wanted:
+                self._finish_receive(index)
+        finally:
+            self.waited_seconds += time.perf_counter() - started
+        if not wanted:
+            return
+        self._checks.append(
+            _Check(self.copies.headers(wanted), wanted, [expected[index] for index in wanted])
+        )
+        self._settle_checks(block=not self.copies.buffer.is_cuda)
+
+    def drain(self) -> None:
+        """Wait until every receive and send of this rank is over. Raises as ``wait`` does."""
+        started = time.perf_counter()
+        try:
+            for index in tuple(self._receives):
+                self._finish_receive(index)
+            for index in tuple(self._sends):
+                self._finish_sends(index)
+        finally:
+            self.waited_seconds += time.perf_counter() - started
+        self._settle_checks()
+
+    def pending(self) -> int:
+        """Transfers that nobody has waited for yet (they may have ended)."""
+        return len(self._receives) + sum(len(sends) for sends in self._sends.values())
+
+    def abandon(self) -> None:
+        """Forget every transfer without waiting, after a failure."""
+        self._receives.clear()
+        self._sends.clear()
+        self._checks.clear()
+        self._unpublished.clear()
+        self._cursor = len(self._order)
+
+    def _refuse_unpublished(self) -> None:
+        if self._unpublished:
+            names = ", ".join(self.names[index] for index in sorted(self._unpublished))
+            raise ValueError(f"row {self.row} never published version {self._version} of {names}")
+
+    def _post_receive(self, index: int) -> None:
+        owner = self.owner_rows[index]
+        try:
+            self._receives[index] = dist.irecv(
+                self.copies.message(index), self._peer(owner), group=self.group, tag=index
+            )
+        except RuntimeError as error:
+            raise self._lost("receive", index, owner) from error
+
+    def _send(self, index: int) -> None:
+        if self.group is None:
+            return
+        sends = self._sends.setdefault(index, [])
+        for step in range(1, self.rows):  # the next row first, so that no row is everyone's first
+            row = (self.row + step) % self.rows
+            try:
+                handle = dist.isend(
+                    self.copies.message(index), self._peer(row), group=self.group, tag=index
+                )
+            except RuntimeError as error:
+                raise self._lost("send", index, row) from error
+            sends.append((row, handle))
+
+    def _issue(self) -> None:
+        """Ordered: broadcast on, up to the first own parameter that is not written yet."""
+        while self._cursor < len(self._order):
+            index = self._order[self._cursor]
+            if index in self._unpublished:
+                return
+            self._cursor += 1
+            if self.group is None:
+                continue
+            owner = self.owner_rows[index]
+            try:
+                handle = dist.broadcast(
+                    self.copies.message(index), self._peer(owner), group=self.group, async_op=True
+                )
+            except RuntimeError as error:
+                raise self._lost("broadcast", index, owner) from error
+            if owner == self.row:
+                self._sends.setdefault(index, []).append((owner, handle))
+            else:
+                self._receives[index] = handle
+
+    def _finish_receive(self, index: int) -> None:
+        handle = self._receives.pop(index, None)
+        if handle is not None:
+            self._wait_for(handle, "receive", index, self.owner_rows[index])
+
+    def _finish_sends(self, index: int) -> None:
+        for row, handle in self._sends.pop(index, ()):
+            self._wait_for(handle, "send", index, row)
+
+    def _wait_for(self, handle: dist.Work, action: str, index: int, row: int) -> None:
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            raise self._lost(action, index, row) from error
+
+    def _lost(self, action: str, index: int, row: int) -> CollectiveError:
+        side = "to" if action == "send" else "from"
+        return CollectiveError(
+            f"publish of {self.names[index]}: {action} {side} row {row} failed on row {self.row} "
+            f"(rank {dist.get_rank()}); a peer of the column was lost"
+        )
+
+    def _peer(self, row: int) -> int:
+        return dist.get_global_rank(self.group, row)
+
+    def _settle_checks(self, *, block: bool = True) -> None:
+        """Compare the headers that have been read, in order; all of them if ``block``."""
+        while self._checks and (block or self._checks[0].ready()):
+            check = self._checks.pop(0)
+            found = check.result()
+            for index, version, (held, label) in zip(
+                check.indices, check.versions, found, strict=True
+            ):
+                if held != version or label != index:
+                    raise self._stale(index, version, held, label)
+
+    def _stale(self, index: int, version: int, held: int, label: int) -> StaleCopyError:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        what = f"version {held}" if label == index else f"a message of parameter {label}"
+        return StaleCopyError(
+            f"{self.names[index]} (parameter {index}): the leader copy of rank {rank}, row "
+            f"{self.row}, holds {what}, wanted version {version} from owner row "
+            f"{self.owner_rows[index]}"
+        )
+
+
+class _Check:
+    """Headers on their way to the host, and what they must say."""
+
+    def __init__(self, headers: Tensor, indices: Sequence[int], versions: Sequence[int]) -> None:
+        self.indices, self.versions = indices, versions
+        self._event: torch.cuda.Event | None = None
+        if headers.is_cuda:
+            self._host = torch.empty(headers.shape, dtype=headers.dtype, pin_memory=True)
+            self._host.copy_(headers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = headers
+
+    def ready(self) -> bool:
+        """Whether ``result`` would return at once."""
+        return self._event is None or self._event.query()
+
+    def result(self) -> list[list[int]]:
+        """(version, parameter index) of each header; waits for the copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
