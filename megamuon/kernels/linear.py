@@ -101,12 +101,12 @@ class _Linear(torch.autograd.Function):
         if wanted[0]:
             to_inputs = (flat @ fused(weights)).view(*gradient.shape[:-1], weights[0].shape[1])
         count = len(weights)
-        to_weights = _weight_gradients(weights, wanted[2 : 2 + count], flat, inputs)
+        to_weights = weight_gradients(weights, wanted[2 : 2 + count], flat, inputs)
         to_biases = _bias_gradients(ctx.biases, wanted[2 + count :], flat)
         return (to_inputs, None, *to_weights, *to_biases)
 
 
-def _weight_gradients(
+def weight_gradients(
     weights: Sequence[nn.Parameter], wanted: Sequence[bool], flat: Tensor, inputs: Tensor
 ) -> list[Tensor | None]:
     """One GEMM into adjacent slots where all members are wanted and in the same state; else one per

@@ -150,7 +150,10 @@ class SelfAttention(nn.Module):
         members = (self.q_proj, self.k_proj, self.v_proj)
         fused = linear(hidden, [m.weight for m in members], [m.bias for m in members])
         fused = fused.unflatten(-1, (-1, config.kv_channels))
-        heads, groups = config.num_attention_heads, config.num_query_groups
+        # Counted from the weights: a module that holds some of the heads computes those.
+        heads, groups = (
+            member.weight.shape[0] // config.kv_channels for member in (self.q_proj, self.k_proj)
+        )
         if config.qk_layernorm:
             query, key, value = fused.split((heads, groups, groups), dim=2)
             query, key = self.q_norm(query), self.k_norm(key)

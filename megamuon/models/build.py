@@ -47,6 +47,15 @@ _OPTIONAL = {
     "embedding_init_method_std": "embedding_init_method_std",
     "attention_softmax_in_fp32": "attention_softmax_in_fp32",
     "attention_backend": "attention_backend",
+    "num_experts": "num_experts",
+    "router_top_k": "moe_router_topk",
+    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
+    "moe_shared_expert_size": "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate": "moe_shared_expert_gate",
+    "norm_topk_prob": "moe_router_norm_topk_prob",
+    "aux_loss_scope": "moe_aux_loss_scope",
+    "capacity_factor": "moe_expert_capacity_factor",
+    "drop_policy": "moe_token_drop_policy",
 }
 
 
@@ -83,6 +92,13 @@ def _rope_scaling(flags: ModelFlags) -> RopeScaling | None:
     if not getattr(flags, "use_rope_scaling", False):
         return None
     return RopeScaling(factor=getattr(flags, "rope_scaling_factor", RopeScaling.factor))
+
+
+def _aux_loss_coefficient(flags: ModelFlags) -> float:
+    kind = getattr(flags, "moe_router_load_balancing_type", "aux_loss")
+    if kind not in ("aux_loss", "none"):
+        raise ModelConfigError(f"moe_router_load_balancing_type {kind!r}: choose aux_loss or none")
+    return float(getattr(flags, "moe_aux_loss_coeff", 0.0)) if kind == "aux_loss" else 0.0
 
 
 def gpt_config_from_flags(
@@ -142,6 +158,8 @@ def gpt_config_from_flags(
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         init_method_std=model.init_method_std,
+        aux_loss_coefficient=_aux_loss_coefficient(model),
+        grouped_backend="auto" if getattr(model, "moe_grouped_gemm", True) else "loop",
         recompute=recompute_from_flags(recompute),
         **optional,
     )

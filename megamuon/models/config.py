@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from megamuon.kernels.grouped import BACKENDS
 from megamuon.kernels.rope import RopeScaling
 
 POSITION_EMBEDDINGS = ("rope", "learned_absolute", "none")
@@ -17,6 +18,8 @@ NORMALIZATIONS = ("RMSNorm", "LayerNorm")
 ACTIVATIONS = ("swiglu", "gelu", "gelu_tanh", "squared_relu")
 ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 RECOMPUTE_MODULES = ("core_attn", "mlp")
+AUX_LOSS_SCOPES = ("model", "layer")
+DROP_POLICIES = ("probs", "position")
 
 
 class ModelConfigError(ValueError):
@@ -51,7 +54,9 @@ class RecomputeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """A dense decoder: GPT-2, Llama, Qwen2, Qwen2.5 and Qwen3 shapes are settings of it."""
+    """A decoder: GPT-2, Llama, Qwen2, Qwen2.5 and Qwen3 shapes are settings of it, and with
+    ``num_experts`` the mixtures of experts of Qwen2 and Qwen3.
+    """
 
     num_layers: int
     hidden_size: int
@@ -81,6 +86,17 @@ class GPTConfig:
     embedding_init_method_std: float | None = None  # None: as init_method_std
     attention_softmax_in_fp32: bool = True  # unfused attention only; kernels always do so
     attention_backend: str = "auto"
+    num_experts: int | None = None  # None: one dense MLP per layer
+    router_top_k: int = 2  # experts of a token
+    moe_ffn_hidden_size: int | None = None  # width of an expert; None: ffn_hidden_size
+    moe_shared_expert_size: int | None = None  # width of an expert that sees every token
+    moe_shared_expert_gate: bool = False  # weigh the shared expert by a sigmoid of each token
+    norm_topk_prob: bool = False  # the weights of a token's experts sum to 1
+    aux_loss_coefficient: float = 0.0
+    aux_loss_scope: str = "model"  # tokens pooled before the product: of all layers | of a layer
+    capacity_factor: float | None = None  # None: no token is dropped
+    drop_policy: str = "probs"  # which tokens a full expert keeps: the likeliest | the first
+    grouped_backend: str = "auto"
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
 
     @property
@@ -94,12 +110,20 @@ class GPTConfig:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def expert_size(self) -> int:
+        """Width of a routed expert."""
+        return (
+            self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+        )
+
+    @property
     def rotary_size(self) -> int:
         """Channels of a head that rotate."""
         return int(self.kv_channels * self.rotary_percent)
 
     def __post_init__(self) -> None:
         problems = [*self._sizes(), *self._choices(), *self._rates(), *self.recompute.problems()]
+        problems += self._experts()
         if problems:
             raise ModelConfigError("the model cannot be built:\n  " + "\n  ".join(problems))
 
@@ -138,10 +162,34 @@ class GPTConfig:
             ("normalization", NORMALIZATIONS),
             ("activation", ACTIVATIONS),
             ("attention_backend", ATTENTION_BACKENDS),
+            ("aux_loss_scope", AUX_LOSS_SCOPES),
+            ("drop_policy", DROP_POLICIES),
+            ("grouped_backend", BACKENDS),
         ):
             value = getattr(self, name)
             if value not in choices:
                 yield f"{name} {value!r}: choose from {', '.join(choices)}"
+
+    def _experts(self) -> Iterator[str]:
+        if self.num_experts is None:
+            return
+        sizes = ("num_experts", "router_top_k", "moe_ffn_hidden_size", "moe_shared_expert_size")
+        for name in sizes:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                yield f"{name} is {value!r}: give a whole number of 1 or more"
+        if isinstance(self.num_experts, int) and self.router_top_k > self.num_experts:
+            yield f"router_top_k {self.router_top_k}: there are {self.num_experts} experts"
+        if self.moe_shared_expert_gate and self.moe_shared_expert_size is None:
+            yield "moe_shared_expert_gate: there is no shared expert; set moe_shared_expert_size"
+        if self.activation != "swiglu":
+            yield f"activation {self.activation!r}: experts compute swiglu only"
+        if self.add_bias_linear:
+            yield "add_bias_linear: experts have no biases; turn it off"
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            yield f"capacity_factor {self.capacity_factor}: must be positive"
+        if self.aux_loss_coefficient < 0:
+            yield f"aux_loss_coefficient {self.aux_loss_coefficient}: must not be negative"
 
     def _rates(self) -> Iterator[str]:
         for name in ("hidden_dropout", "attention_dropout"):

@@ -21,17 +21,41 @@ class ParameterCount:
     vectors: int
     embeddings: int
     head: int
+    routers: int = 0
+    idle: int = 0  # of ``matrices``: those of the experts that a token does not go to
 
     @property
     def total(self) -> int:
         """All trainable elements."""
-        return self.matrices + self.vectors + self.embeddings + self.head
+        return self.matrices + self.vectors + self.embeddings + self.head + self.routers
+
+    @property
+    def active(self) -> int:
+        """Elements that one token meets."""
+        return self.total - self.idle
 
 
 def _layer_matrices(config: GPTConfig) -> int:
     attention = config.hidden_size * (2 * config.query_size + 2 * config.key_size)
     maps = 3 if config.activation == "swiglu" else 2
-    return attention + maps * config.hidden_size * config.ffn_hidden_size
+    width = config.ffn_hidden_size
+    if config.num_experts is not None:
+        width = config.num_experts * config.expert_size + (config.moe_shared_expert_size or 0)
+    return attention + maps * config.hidden_size * width
+
+
+def _layer_idle(config: GPTConfig) -> int:
+    """Elements of the experts of a layer that a token does not go to."""
+    if config.num_experts is None:
+        return 0
+    return 3 * config.hidden_size * config.expert_size * (config.num_experts - config.router_top_k)
+
+
+def _layer_routers(config: GPTConfig) -> int:
+    """Elements of the router and the shared expert's gate."""
+    if config.num_experts is None:
+        return 0
+    return config.hidden_size * (config.num_experts + config.moe_shared_expert_gate)
 
 
 def _layer_vectors(config: GPTConfig) -> int:
@@ -59,6 +83,8 @@ def count_parameters(config: GPTConfig) -> ParameterCount:
         vectors=config.num_layers * _layer_vectors(config) + per_norm * config.hidden_size,
         embeddings=table + positions,
         head=0 if config.tied_embeddings else table,
+        routers=config.num_layers * _layer_routers(config),
+        idle=config.num_layers * _layer_idle(config),
     )
 
 
@@ -68,9 +94,10 @@ def flops_per_token(config: GPTConfig, seq_length: int) -> float:
 
     Two per multiply-add, three passes (forward, and the two products of the backward); attention
     counts the lower triangle only, ``(seq_length + 1) / 2`` keys per query on average, as Megatron
-    does up to the diagonal.
+    does up to the diagonal.  Of experts, only those count that a token goes to.
     """
-    matrices = config.num_layers * _layer_matrices(config) + config.vocab_size * config.hidden_size
+    layer = _layer_matrices(config) + _layer_routers(config) - _layer_idle(config)
+    matrices = config.num_layers * layer + config.vocab_size * config.hidden_size
     keys = (seq_length + 1) / 2
     scores_and_values = 2 * config.num_layers * config.query_size * keys
     return 3 * 2 * (matrices + scores_and_values)

@@ -1,9 +1,9 @@
-"""The dense decoder: embedding, layers, final norm, output head.
+"""The decoder: embedding, layers, final norm, output head.
 
 Owns ``GPT`` and ``DecoderLayer``.  Invariants: parameter names are those of Qwen2/Qwen3/Llama in
 ``transformers``, so a state dict of either fits the other; the model holds no buffers and no
 parallel code; construction works on the meta device and a tied head is the embedding's own
-parameter.  Tested by ``tests/models/test_gpt.py`` and ``test_parity.py``.
+parameter.  Tested by ``tests/models/test_gpt.py``, ``test_parity.py`` and ``test_moe.py``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamuon.kernels.cross_entropy import cross_entropy
 from megamuon.kernels.rope import RotaryTable
 from megamuon.models.attention import Rotary, SelfAttention
 from megamuon.models.config import GPTConfig
-from megamuon.models.layers import Embedding, Head, Norm, build_mlp
-from megamuon.models.recompute import maybe_checkpoint, run_layers
+from megamuon.models.layers import Embedding, Head, Norm, TokenLoss, build_mlp
+from megamuon.models.moe import MoEBlock, auxiliary_loss, with_auxiliary_gradient
+from megamuon.models.recompute import Running, maybe_checkpoint, run_layers
 
 
 class DecoderLayer(nn.Module):
@@ -30,7 +30,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.config = config
         self.self_attn = SelfAttention(config)
-        self.mlp = build_mlp(config)
+        self.mlp = build_mlp(config) if config.num_experts is None else MoEBlock(config)
         self.input_layernorm = Norm(config.hidden_size, config)
         self.post_attention_layernorm = Norm(config.hidden_size, config)
 
@@ -39,15 +39,30 @@ class DecoderLayer(nn.Module):
         return functional.dropout(update, rate, self.training) if rate > 0 else update
 
     def forward(
-        self, hidden: Tensor, rotary: Rotary | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """``hidden (batch, positions, size)`` to its shape; ``mask`` as in ``core_attention``."""
+        self,
+        hidden: Tensor,
+        rotary: Rotary | None = None,
+        mask: Tensor | None = None,
+        counted: Tensor | None = None,
+        statistics: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``hidden (batch, positions, size)`` to its shape; ``mask`` as in ``core_attention``.
+
+        A layer with experts also takes the routers' running ``statistics`` of the layers below
+        (None: it is the first) and gives ``(hidden, statistics)`` with its own added;
+        ``counted`` as in ``Router``.
+        """
         hidden = hidden + self._dropped(self.self_attn(self.input_layernorm(hidden), rotary, mask))
         normed = self.post_attention_layernorm(hidden)
+        routed = self.config.num_experts is not None
+        inputs = (normed, counted) if routed else (normed,)
         update = maybe_checkpoint(
-            self.mlp, "mlp", normed, config=self.config, training=self.training
+            self.mlp, "mlp", *inputs, config=self.config, training=self.training
         )
-        return hidden + self._dropped(update)
+        if not routed:
+            return hidden + self._dropped(update)
+        update, own = update
+        return hidden + self._dropped(update), own if statistics is None else statistics + own
 
 
 class Decoder(nn.Module):
@@ -101,15 +116,34 @@ class Decoder(nn.Module):
         return cosines.unsqueeze(-2), sines.unsqueeze(-2)
 
     def forward(
-        self, tokens: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """``tokens (batch, positions)`` to normed hidden states ``(batch, positions, size)``."""
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        counted: Tensor | None = None,
+    ) -> Running:
+        """``tokens (batch, positions)`` to normed hidden states ``(batch, positions, size)``, and
+        the routers' statistics (None without experts).
+        """
         hidden = self._embedded(tokens, position_ids)
         rotary = self._rotary(tokens, position_ids, hidden.dtype)
-        hidden = run_layers(
-            self.layers, hidden, rotary, mask, config=self.config, training=self.training
+        context = (rotary, mask) if self.config.num_experts is None else (rotary, mask, counted)
+        hidden, statistics = run_layers(
+            self.layers, hidden, *context, config=self.config, training=self.training
         )
-        return self.norm(hidden)
+        return self.norm(hidden), statistics
+
+
+def counted_tokens(loss_mask: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """Tokens that the load-balancing loss counts, ``(batch, positions)`` bool; None: all.
+
+    Left out are those whose loss is masked and those that no token may see (padding).
+    """
+    counted = None if loss_mask is None else loss_mask != 0
+    if attention_mask is not None:
+        seen = attention_mask.all(dim=-2)[:, 0].logical_not()
+        counted = seen if counted is None else counted & seen
+    return counted
 
 
 def document_mask(document_ids: Tensor) -> Tensor:
@@ -135,6 +169,9 @@ class GPT(nn.Module):
             table.weight if config.tied_embeddings else nn.Parameter(torch.empty_like(table.weight))
         )
         self.lm_head = Head(weight, std=table.std)
+        # Of the last forward pass, without its coefficient and graph; None without experts.
+        self.auxiliary_loss: Tensor | None = None
+        self.loss = TokenLoss()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GPT:
         """Keep a tied head tied: ``to_empty`` would give each name a parameter of its own."""
@@ -162,9 +199,10 @@ class GPT(nn.Module):
             parameter = None
         if parameter is None:
             raise KeyError(f"the model has no parameter called {name!r}")
-        if parameter.shape != tensor.shape:
+        whole = tuple(getattr(parameter, "whole_shape", parameter.shape))
+        if whole != tuple(tensor.shape):
             raise ValueError(
-                f"{name}: initial values are made for the whole {tuple(parameter.shape)},"
+                f"{name}: initial values are made for the whole {whole},"
                 f" not for {tuple(tensor.shape)}"
             )
         with torch.no_grad():
@@ -188,6 +226,9 @@ class GPT(nn.Module):
         attention_mask: bool ``(batch or 1, 1, positions, positions)``, True where a key is *masked*
         (Megatron's convention).  document_ids ``(batch, positions)``: attention stays inside equal
         ids.  Without either, attention is causal.  Losses are FP32 (FP64 for FP64 models), in nats.
+
+        With experts, ``auxiliary_loss`` holds the load-balancing loss afterwards. Losses do not
+        contain it; their backward pass adds ``aux_loss_coefficient`` times its gradient.
         """
         if attention_mask is not None and document_ids is not None:
             raise ValueError("give attention_mask or document_ids, not both")
@@ -196,8 +237,17 @@ class GPT(nn.Module):
             mask = document_mask(document_ids)
         elif attention_mask is not None:
             mask = attention_mask.logical_not()
-        logits = self.lm_head(self.model(tokens, position_ids, mask))
-        if labels is None:
-            return logits
-        losses = cross_entropy(logits, labels)
-        return losses if loss_mask is None else losses.masked_fill(loss_mask == 0, 0)
+        counted = None
+        if self.config.num_experts is not None:
+            counted = counted_tokens(loss_mask, attention_mask)
+        hidden, statistics = self.model(tokens, position_ids, mask, counted)
+        result = self.loss(self.lm_head(hidden), labels)
+        if statistics is not None:
+            auxiliary = auxiliary_loss(statistics, self.config)
+            self.auxiliary_loss = auxiliary.detach()
+            coefficient = self.config.aux_loss_coefficient
+            if labels is not None and coefficient > 0:  # before the mask: masked tokens carry none
+                result = with_auxiliary_gradient(result, auxiliary, coefficient)
+        if labels is None or loss_mask is None:
+            return result
+        return result.masked_fill(loss_mask == 0, 0)

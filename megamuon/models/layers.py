@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamuon.kernels.activations import swiglu
+from megamuon.kernels.cross_entropy import cross_entropy
 from megamuon.kernels.linear import linear
 from megamuon.kernels.norm import rms_norm
 from megamuon.matrices import Kind
@@ -106,6 +107,16 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """``hidden (..., size)`` to logits ``(..., vocabulary)``."""
         return linear(hidden, (self.weight,))
+
+
+class TokenLoss(nn.Module):
+    """What becomes of logits: losses where there are labels."""
+
+    def forward(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+        """``logits (..., vocabulary)`` and ``labels (...)`` to losses ``(...)``; logits without
+        labels.
+        """
+        return logits if labels is None else cross_entropy(logits, labels)
 
 
 class Norm(nn.Module):

@@ -68,6 +68,30 @@ def _qwen3(**sizes: object) -> Preset:
     return _decoder(qk_norm=True, positions=40960, vocabulary=151936, channels=128, **sizes)  # type: ignore[arg-type]
 
 
+def _experts(
+    *,
+    count: int,
+    top_k: int,
+    width: int,
+    normalised: bool,
+    shared: int | None = None,
+    coefficient: float = 0.001,
+) -> dict[str, object]:
+    """The flags of a mixture of experts; a shared expert has a gate, as in Qwen2-MoE."""
+    return {
+        "num_experts": count,
+        "moe_router_topk": top_k,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_shared_expert_gate": shared is not None,
+        "moe_router_norm_topk_prob": normalised,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": coefficient,
+        "moe_aux_loss_scope": "model",
+        "moe_grouped_gemm": True,
+    }
+
+
 _GPT2: Preset = MappingProxyType(
     {
         "num_layers": 12,
@@ -106,15 +130,32 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
                           vocabulary=128256, positions=8192, tied=False, base=500_000,
                           epsilon=1e-5),
     "gpt2": _GPT2,
+    # The dense FFN sizes of these two are published but no layer uses them.
+    "qwen1.5-moe-a2.7b": _qwen25(layers=24, hidden=2048, ffn=5632, heads=16, groups=16,
+                                 channels=128, vocabulary=151936, positions=8192, tied=False,
+                                 **_experts(count=60, top_k=4, width=1408, shared=5632,
+                                            normalised=False)),
+    "qwen3-30b-a3b": _qwen3(layers=48, hidden=2048, ffn=6144, heads=32, groups=4, tied=False,
+                            **_experts(count=128, top_k=8, width=768, normalised=True)),
     # About 5M parameters over bytes: what `make pretrain` trains.  Six units per layer (gate, up,
     # down, q, o, rest).
     "tiny": _qwen25(layers=4, hidden=320, ffn=1024, heads=4, groups=2, channels=64, vocabulary=257,
                     positions=1024, tied=True, base=10_000, make_vocab_size_divisible_by=64,
                     owner_unit_threshold=80_000),
+    "tiny-moe": _qwen25(layers=4, hidden=320, ffn=1024, heads=4, groups=2, channels=64,
+                        vocabulary=257, positions=1024, tied=True, base=10_000,
+                        make_vocab_size_divisible_by=64, owner_unit_threshold=80_000,
+                        **_experts(count=8, top_k=2, width=160, shared=512, normalised=True)),
     # Under 100k parameters with odd sizes, for equivalence runs: no size divides by 4, most not by
     # 2 or 3 either,
     # so uneven slices and owners without work occur at every rank count.
     "nano": _qwen25(layers=3, hidden=50, ffn=87, heads=6, groups=3, channels=10, vocabulary=257,
                     positions=1024, tied=True, base=10_000, owner_unit_threshold=2_000),
+    # The same with an odd number of experts of odd widths.
+    "nano-moe": _qwen25(layers=3, hidden=50, ffn=87, heads=6, groups=3, channels=10,
+                        vocabulary=257, positions=1024, tied=True, base=10_000,
+                        owner_unit_threshold=2_000,
+                        **_experts(count=5, top_k=2, width=29, shared=43, normalised=False,
+                                   coefficient=0.01)),
 })
 # fmt: on

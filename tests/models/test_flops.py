@@ -16,6 +16,13 @@ CHANGES = [
     {"qk_layernorm": True, "add_qkv_bias": False},
     GPT2,
     {**GPT2, "qk_layernorm": True, "activation": "swiglu"},
+    {"num_experts": 5, "router_top_k": 2, "moe_ffn_hidden_size": 20},
+    {
+        "num_experts": 4,
+        "router_top_k": 3,
+        "moe_shared_expert_size": 28,
+        "moe_shared_expert_gate": True,
+    },
 ]
 
 
@@ -30,6 +37,7 @@ def test_parameters_by_kind(changes: dict[str, object]) -> None:
         Kind.VECTOR: counted.vectors,
         Kind.EMBEDDING: counted.embeddings,
         Kind.HEAD: counted.head,
+        Kind.ROUTER: counted.routers,
     }.items():
         assert sum(p.numel for p in parameters if p.kind is kind) == mine, kind
     assert counted.total == sum(p.numel for p in parameters)
@@ -45,6 +53,15 @@ def test_flops_against_the_counter(changes: dict[str, object]) -> None:
     per_token = counter.get_total_flops() / ids.numel()
     upper = 3 * 2 * 2 * config.num_layers * config.query_size * (length - (length + 1) / 2)
     assert flops_per_token(config, length) == pytest.approx(per_token - upper, rel=1e-12)
+
+
+def test_active_parameters() -> None:
+    """A token that goes to every expert meets all elements; else those of the others are left."""
+    sizes: dict[str, object] = {"num_experts": 5, "moe_ffn_hidden_size": 20}
+    every = count_parameters(small_config(router_top_k=5, **sizes))
+    assert every.active == every.total
+    two = count_parameters(small_config(router_top_k=2, **sizes))
+    assert two.total - two.active == 2 * 3 * (3 * 48 * 20)
 
 
 def test_recompute_is_not_counted() -> None:
