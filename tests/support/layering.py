@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "mesh": frozenset(),
     "ownership": frozenset({"matrices"}),
     "optim": frozenset({"matrices", "kernels"}),
-    "sharding": frozenset({"matrices", "mesh"}),
+    "sharding": frozenset({"matrices", "mesh", "kernels"}),
     "models": frozenset({"matrices", "kernels", "arguments", "data"}),
     "collectives": frozenset({"ownership", "kernels", "mesh"}),
 }
