@@ -30,8 +30,10 @@ class BufferLayout:
     offsets: dict[str, int]
 
 
-def place(parameters: Sequence[LogicalParameter], itemsize: int) -> BufferLayout:
-    """Put parameters one after another, blocks aligned, members of a fusion block back to back."""
+def place(parameters: Sequence[LogicalParameter], itemsize: int, tp_rank: int = 0) -> BufferLayout:
+    """Put parameters (the pieces of ``tp_rank``) one after another, blocks aligned, members of a
+    fusion block back to back.
+    """
     blocks: dict[str, list[LogicalParameter]] = {}
     for parameter in parameters:
         blocks.setdefault(parameter.fusion or f"alone:{parameter.name}", []).append(parameter)
@@ -42,7 +44,7 @@ def place(parameters: Sequence[LogicalParameter], itemsize: int) -> BufferLayout
         end = -(-end // step) * step
         for member in members:
             offsets[member.name] = end
-            end += member.numel
+            end += member.piece_numel(tp_rank)
     return BufferLayout(numel=end, offsets=offsets)
 
 

@@ -12,18 +12,23 @@ from dataclasses import dataclass, field
 import torch
 
 from megamuon.matrices import Kind, LogicalParameter
-from megamuon.optim.adamw import AdamWConfig
-from megamuon.optim.muon import MuonConfig
+from megamuon.optim import AdamWConfig, MuonConfig, NorMuonConfig, ShampooConfig, SoapConfig
 from megamuon.ownership.settings import PlannerSettings
 from megamuon.ownership.units import UNIT_THRESHOLD
+
+MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
+MATRICES = (*MATRIX_OPTIMIZERS, "adam", "sgd")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """Which optimizer goes where."""
 
-    matrices: str = "muon"  # muon, adam or sgd: what declared matrices are trained with
+    matrices: str = "muon"  # what declared matrices are trained with: one of MATRICES
     muon: MuonConfig = field(default_factory=MuonConfig)
+    normuon: NorMuonConfig = field(default_factory=NorMuonConfig)
+    shampoo: ShampooConfig = field(default_factory=ShampooConfig)
+    soap: SoapConfig = field(default_factory=SoapConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     sgd_momentum: float = 0.9
     clip: float = 1.0  # global gradient norm; 0 switches clipping off
@@ -32,8 +37,13 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         # Anything but "muon" would quietly train matrices element by element.
-        if self.matrices not in ("muon", "adam", "sgd"):
-            raise ValueError(f"matrices={self.matrices!r}: choose muon, adam or sgd")
+        if self.matrices not in MATRICES:
+            raise ValueError(f"matrices={self.matrices!r}: choose one of {', '.join(MATRICES)}")
+
+    @property
+    def whole_matrices(self) -> bool:
+        """Whether declared matrices are trained by an optimizer that needs them whole."""
+        return self.matrices in MATRIX_OPTIMIZERS
 
     def decays(self, parameter: LogicalParameter) -> bool:
         """Megatron's rule: no decay on biases and on 1-D parameters; query and key norms by
@@ -48,8 +58,11 @@ class OptimizerSettings:
 class RuntimeConfig:
     """How a model is sharded and its bytes move."""
 
-    zero_stage: int = 3  # 2 keeps gathered weights from forward to backward, 3 gathers twice
+    # 3 gathers weights twice per pass, 2 keeps them from forward to backward, 1 keeps them always
+    zero_stage: int = 3
     collectives: str = "grouped"
+    matrix_update: str = "owner"  # or gather: every rank works on every whole matrix (line B)
+    publish: str = "async"  # HSDP: or sync, a step returns when all leaders have the new weights
     compute_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype = torch.float32  # float64 in tests
@@ -64,15 +77,27 @@ class RuntimeConfig:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
     def __post_init__(self) -> None:
-        if self.zero_stage not in (2, 3):
-            raise ValueError(f"zero_stage={self.zero_stage}: choose 2 or 3")
+        if self.zero_stage not in (1, 2, 3):
+            raise ValueError(f"zero_stage={self.zero_stage}: choose 1, 2 or 3")
+        for name, choices in (
+            ("matrix_update", ("owner", "gather")),
+            ("publish", ("async", "sync")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose {' or '.join(choices)}")
         wide = torch.float64 in (self.compute_dtype, self.master_dtype, self.reduce_dtype)
         dtypes = {self.compute_dtype, self.master_dtype, self.reduce_dtype}
         if wide and dtypes != {torch.float64}:
             raise ValueError(
                 f"float64 replaces every dtype or none, got {sorted(map(str, dtypes))}"
             )
-        if self.optimizer.matrices == "muon" and not self.owner_layout:
-            raise ValueError(
-                "Muon needs whole matrices: owner_layout=False goes with matrices='adam'"
-            )
+        if self.owner_layout == (self.matrix_update == "gather"):
+            if self.owner_layout:
+                raise ValueError(
+                    "matrix_update='gather' puts slices together: it goes with owner_layout=False"
+                )
+            if self.optimizer.whole_matrices:
+                raise ValueError(
+                    f"{self.optimizer.matrices} needs whole matrices: owner_layout=False goes with"
+                    " matrix_update='gather', or with matrices='adam'"
+                )

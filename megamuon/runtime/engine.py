@@ -9,10 +9,10 @@ forward neither prefetches, records, nor releases. Tested by
 [Note: what may be released when]
 
 ZeRO-3 releases a group after its forward and gathers it again for its backward; ZeRO-2 keeps it in
-between. A group that several modules use (tied weights), and the group of loose root parameters, is
-*kept* from forward to backward at either stage: it is needed at both ends of the pass, where a
-second gather would have to overtake all others. After a forward without gradients everything is
-released at either stage.
+between; ZeRO-1 keeps it for life and gathers it once per update, into the same memory. A group that
+several modules use (tied weights), and the group of loose root parameters, is *kept* from forward
+to backward at any stage: it is needed at both ends of the pass, where a second gather would have to
+overtake all others. After a forward without gradients everything is released, but at ZeRO-1.
 
 In the backward pass a group is released when its reduction is launched: by then all of its
 trainable parameters have their gradients, so every operation that read them has run. A group with
@@ -23,14 +23,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from megamuon.collectives import Transport
+from megamuon.collectives import StagedWork, Transport, TwoStageTable
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.order import Cursor, recorded_order
+from megamuon.runtime.publish import Publication
 
 OUTSTANDING = 2  # reductions in flight; each keeps its slots or its send buffer alive
 
@@ -38,6 +40,14 @@ OUTSTANDING = 2  # reductions in flight; each keeps its slots or its send buffer
 def backward_running() -> bool:
     """Whether autograd is executing a graph on this thread: a forward in it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+class Reducer(Protocol):
+    """Mean of a group's slots over all data-parallel ranks, into the windows of their holders."""
+
+    def __call__(
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+    ) -> StagedWork: ...
 
 
 class Engine:
@@ -48,12 +58,18 @@ class Engine:
         groups: Sequence[LayerGroup],
         transport: Transport,
         *,
+        reduce: Reducer,
         zero_stage: int,
         kept: set[int],
         agree: Callable[[tuple[int, ...]], tuple[int, ...]],
+        publication: Publication | None = None,
+        sum_over_tp: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.transport = transport
+        self.publication = publication
+        self._reduce_slots = reduce
+        self._sum_over_tp = sum_over_tp
         self.zero_stage = zero_stage
         self.kept = set(kept)
         self.version = 0  # applied updates
@@ -88,7 +104,7 @@ class Engine:
         self.forward_order.reset()
         for group in self.groups:
             if group.version not in (-1, self.version):
-                group.release_weights()
+                group.forget_weights()
 
     def need(self, group: LayerGroup) -> None:
         """A module of ``group`` is about to compute: its weights are in place when this returns."""
@@ -101,7 +117,7 @@ class Engine:
             self._used.append(group.index)
         group.wait_gathered()
         following = self.forward_order.following(group.index)
-        if following is not None:
+        if following is not None and self._published(following):
             self._issue(self.forward_order.through(following))
 
     def leave(self, group: LayerGroup) -> None:
@@ -118,7 +134,7 @@ class Engine:
         self._issue(self.forward_order.rest())
         for group in self.groups:
             group.wait_gathered()
-            keep = torch.is_grad_enabled() and (self.zero_stage == 2 or group.index in self.kept)
+            keep = torch.is_grad_enabled() and (self.zero_stage < 3 or group.index in self.kept)
             if not keep:
                 group.release_weights()
         if self._used is not None:
@@ -133,15 +149,27 @@ class Engine:
         self.kept |= {index for index in range(count) if agreed[count + index]}
         self._freeze(agreed[:count])
 
+    def _published(self, index: int) -> bool:
+        """Whether a prefetch of this group would not have to wait for its publish. Ranks may
+        answer differently: that moves a gather in time, never in the order of its communicator.
+        """
+        return self.publication is None or self.publication.arrived(self.groups[index])
+
     def _issue(self, indices: Sequence[int]) -> None:
         for index in indices:
             group = self.groups[index]
             if group.version == self.version:
                 continue
-            group.weights.revive()
-            group.write_masters()
-            group.gathering = self.transport.all_gather_v(group.weights.raw, group.gather_table)
-            group.version = self.version
+            self.gather(group)
+
+    def gather(self, group: LayerGroup) -> None:
+        """Start the gather of a group's present weights, once its leaders have them."""
+        if self.publication is not None:
+            self.publication.wait(group)
+        group.weights.revive()
+        group.write_sources()
+        group.gathering = self.transport.all_gather_v(group.weights.raw, group.gather_table)
+        group.version = self.version
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -222,7 +250,11 @@ class Engine:
         source = self._gradients_to_send(group)
         while len(self._outstanding) >= OUTSTANDING:
             self._outstanding.popleft().finish_reduction()
-        group.reducing = self.transport.reduce_scatter_v(
+        if self.publication is not None:  # several rows: the first stages are over by now
+            for earlier in self._outstanding:
+                if earlier.reducing is not None:
+                    earlier.reducing.advance()
+        group.reducing = self._reduce_slots(
             source, group.reduce_table, group.window, first=group.window_empty
         )
         group.clear_slots()
@@ -250,11 +282,24 @@ class Engine:
     def _gradients_to_send(self, group: LayerGroup) -> Tensor:
         if group.accumulated is None:
             group.zero_unwritten()
+            if self._sum_over_tp is not None:
+                self._sum_over_tp(group.partial_gradients())
             return group.gradients.raw
         self._fold(group)
         group.gradients.release()
         source, group.accumulated = group.accumulated, None
+        if self._sum_over_tp is not None:
+            self._sum_over_tp(self._accumulated_partials(group, source))
         return source
+
+    @staticmethod
+    def _accumulated_partials(group: LayerGroup, source: Tensor) -> list[Tensor]:
+        offsets = group.gradients.layout.offsets
+        return [
+            source[offsets[p.name] : offsets[p.name] + p.piece_numel(group.tp_rank)]
+            for p in group.trainable
+            if p.tp_partial
+        ]
 
     def _end_backward(self) -> None:
         """The sweep: complete both orders, so that no rank misses a collective; release all."""

@@ -96,11 +96,11 @@ def attach_parameters(
 
 
 def route_linears(model: nn.Module) -> None:
-    """Let plain ``nn.Linear`` modules compute through ``kernels.linear``; subclasses keep their
-    forward.
+    """Let plain ``nn.Linear`` modules compute through ``kernels.linear``; subclasses, and modules
+    whose forward somebody has wrapped, keep theirs.
     """
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and "forward" not in vars(module):
             module.forward = _slot_forward(module)  # type: ignore[method-assign]
 
 

@@ -1,23 +1,32 @@
 """Layer groups: what FSDP calls a unit, over segment tables.
 
 Owns one group's flat compute buffer, gradient slots, local masters and owner windows. Invariants:
-FP32 masters exist once per segment of the plan; the slots of a group have the layout of its
-trainable parameters; nothing here asks which layout a parameter has, the segment table says it all.
-Tested by ``tests/runtime/test_layer_group.py`` and the equivalence tests.
+FP32 masters exist once per segment of the plan (a slice that every row keeps: once per row); the
+slots of a group have the layout of its trainable parameters; nothing here asks which layout a
+parameter has, the segment table says it all. Tested by ``tests/runtime/test_layer_group.py`` and
+the equivalence tests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megamuon.collectives import SegmentTable, TableSegment, Work
+from megamuon.collectives import (
+    RowSegment,
+    SegmentTable,
+    StagedWork,
+    TableSegment,
+    TwoStageTable,
+    Work,
+)
 from megamuon.kernels.linear import SLOT, GradientSlot
-from megamuon.matrices import LogicalParameter
-from megamuon.ownership.plan import OwnershipPlan
+from megamuon.matrices import Layout, LogicalParameter
+from megamuon.mesh import Mesh
+from megamuon.ownership.plan import OwnershipPlan, Segment
 from megamuon.runtime.buffers import FlatBuffer, place
 
 ROOT_GROUP = ""  # name of the group of loose parameters: outside every layer, and no sliced table
@@ -25,9 +34,10 @@ ROOT_GROUP = ""  # name of the group of loose parameters: outside every layer, a
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSegment:
-    """A piece of a parameter that this rank holds: elements ``start..stop`` of the whole."""
+    """A piece of a parameter that this rank holds: elements ``start..stop`` of its tp piece."""
 
     parameter: LogicalParameter
+    tp_rank: int
     start: int
     stop: int
     master: Tensor  # (stop - start,) in the master dtype
@@ -35,15 +45,26 @@ class LocalSegment:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """First row and number of rows of dim 0; a 0-d parameter counts as one row."""
-        inner = max(1, self.parameter.numel // max(1, (self.parameter.shape or (1,))[0]))
+        """First row and number of rows of dim 0 of the piece; a 0-d parameter counts as one row."""
+        piece = self.parameter.piece_shape(self.tp_rank)
+        inner = max(1, self.parameter.piece_numel(self.tp_rank) // max(1, (piece or (1,))[0]))
         return self.start // inner, (self.stop - self.start) // inner
 
+    @property
+    def offset(self) -> tuple[int, ...]:
+        """Where the segment starts in the whole parameter."""
+        start = self.parameter.piece_offset(self.tp_rank)
+        return (start[0] + self.rows[0], *start[1:]) if start else ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole parameter."""
+        return self.stop - self.start == self.parameter.numel
+
     def shaped(self, flat: Tensor) -> Tensor:
-        """``flat (stop - start,)`` with the parameter's dims; dim 0 holds this segment's rows."""
-        if not self.parameter.shape:
-            return flat.view(())
-        return flat.view(self.rows[1], *self.parameter.shape[1:])
+        """``flat (stop - start,)`` with the piece's dims; dim 0 holds this segment's rows."""
+        piece = self.parameter.piece_shape(self.tp_rank)
+        return flat.view(self.rows[1], *piece[1:]) if piece else flat.view(())
 
 
 class LayerGroup:
@@ -56,32 +77,39 @@ class LayerGroup:
         name: str,
         parameters: Sequence[LogicalParameter],
         plan: OwnershipPlan,
-        rank: int,
+        mesh: Mesh,
         compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
         device: torch.device,
+        resident: bool = False,
     ) -> None:
         self.index = index
         self.name = name
         self.parameters = tuple(parameters)
         self.trainable = tuple(p for p in self.parameters if p.trainable)
         self.has_frozen = len(self.trainable) < len(self.parameters)
-        self.weights = FlatBuffer(
-            place(self.parameters, compute_dtype.itemsize), compute_dtype, device
+        self.resident = resident  # the gathered weights stay for life (ZeRO-1)
+        self.tp_rank = mesh.tp_rank
+
+        def buffer(members: Sequence[LogicalParameter]) -> FlatBuffer:
+            layout = place(members, compute_dtype.itemsize, mesh.tp_rank)
+            made = FlatBuffer(layout, compute_dtype, device)
+            made.release()  # else the whole model would be resident until the first backward
+            return made
+
+        self.weights = buffer(self.parameters)
+        self.gradients = buffer(self.trainable)
+        self.gather_table = column_table(
+            plan, self.parameters, self.weights.layout.offsets, mesh.tp_rank
         )
-        self.gradients = FlatBuffer(
-            place(self.trainable, compute_dtype.itemsize), compute_dtype, device
+        self.reduce_table = _two_stage_table(
+            plan, self.trainable, self.gradients.layout.offsets, mesh.tp_rank
         )
-        # Else the whole model and its gradients would be resident until the first backward.
-        self.weights.release()
-        self.gradients.release()
-        self.gather_table = _table(plan, self.parameters, self.weights.layout.offsets)
-        self.reduce_table = _table(plan, self.trainable, self.gradients.layout.offsets)
-        self._make_local(plan, rank, master_dtype, device)
+        self._make_local(plan, mesh, master_dtype, device)
         # --- life of the buffers ---
         self.gathering: Work | None = None
         self.version = -1  # applied updates in the weights that the buffer holds; -1 when released
-        self.reducing: Work | None = None
+        self.reducing: StagedWork | None = None
         self.window_empty = True
         self.accumulated: Tensor | None = None  # FP32 sum of slots under --gradient-reduction step
         # --- this backward pass ---
@@ -90,18 +118,23 @@ class LayerGroup:
         self.touched: set[str] = set()  # since the last step
 
     def _make_local(
-        self, plan: OwnershipPlan, rank: int, dtype: torch.dtype, device: torch.device
+        self, plan: OwnershipPlan, mesh: Mesh, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Masters of all local segments, and windows of the trainable ones in the reduce table's
-        order.
+        order; which parameters this rank leads.
         """
         offsets = self.weights.layout.offsets
-        pieces = [
-            (parameter, segment.start, segment.stop)
-            for parameter in self.parameters
-            for segment in plan.segments(parameter.name)
-            if segment.rank == rank and segment.stop > segment.start
-        ]
+        pieces: list[tuple[LogicalParameter, int, int]] = []
+        led: list[LogicalParameter] = []
+        for parameter in self.parameters:
+            for segment in plan.segments(parameter.name, mesh.tp_rank):
+                column, row = holder(plan, parameter, segment)
+                if column != mesh.column:
+                    continue
+                if row in (None, mesh.row):
+                    pieces.append((parameter, segment.start, segment.stop))
+                if row is not None and mesh.rows > 1:
+                    led.append(parameter)
         pieces.sort(key=lambda piece: offsets[piece[0].name])
         self.master = torch.zeros(
             sum(stop - start for _, start, stop in pieces), dtype=dtype, device=device
@@ -113,6 +146,7 @@ class LayerGroup:
             local.append(
                 LocalSegment(
                     parameter=parameter,
+                    tp_rank=mesh.tp_rank,
                     start=start,
                     stop=stop,
                     master=self.master[at : at + stop - start],
@@ -121,9 +155,12 @@ class LayerGroup:
             )
             at += stop - start
         self.local = tuple(local)
-        self._local_weights = [
-            self.weights.raw_piece(s.parameter.name, s.start, s.stop) for s in local
-        ]
+        # With several rows a leader's copy is what its row gathers from, the owner's own included.
+        self.led = tuple(led)
+        names = {parameter.name for parameter in led}
+        direct = [s for s in local if s.parameter.name not in names]
+        self._sources = [s.master for s in direct]
+        self._places = [self.weights.raw_piece(s.parameter.name, s.start, s.stop) for s in direct]
 
     def _make_windows(
         self,
@@ -143,6 +180,15 @@ class LayerGroup:
         parts = self.window.split([size for _, size in learned]) if learned else ()
         return {name: part for (name, _), part in zip(learned, parts, strict=True)}
 
+    def gather_from(self, copies: Mapping[str, Tensor]) -> None:
+        """From now on take the parameters that this rank leads from their resident copies
+        ``(numel,)``.
+        """
+        for parameter in self.led:
+            self._sources.append(copies[parameter.name])
+            numel = parameter.piece_numel(self.tp_rank)
+            self._places.append(self.weights.raw_piece(parameter.name, 0, numel))
+
     def install(
         self,
         parameters: dict[str, nn.Parameter],
@@ -153,7 +199,9 @@ class LayerGroup:
             # A frozen weight is read by the backward too: its slot can bring it back, no more.
             gradient = self.gradients.raw.new_empty(0)
             if parameter.trainable:
-                gradient = self.gradients.raw_view(parameter.name, parameter.shape)
+                gradient = self.gradients.raw_view(
+                    parameter.name, parameter.piece_shape(self.tp_rank)
+                )
             slot = GradientSlot(
                 gradient,
                 ensure_weights=lambda: ensure_weights(self),
@@ -163,10 +211,12 @@ class LayerGroup:
                 self.slots[parameter.name] = slot
             setattr(parameters[parameter.name], SLOT, slot)
 
-    def write_masters(self) -> None:
-        """Cast this rank's masters into its segments of the (live) compute buffer."""
-        if self.local:
-            torch._foreach_copy_(self._local_weights, [s.master for s in self.local])
+    def write_sources(self) -> None:
+        """Cast this rank's masters and leader copies into its segments of the (live) compute
+        buffer.
+        """
+        if self._places:
+            torch._foreach_copy_(self._places, self._sources)
 
     def wait_gathered(self) -> None:
         """Block until the weights are in place."""
@@ -175,10 +225,20 @@ class LayerGroup:
             self.gathering = None
 
     def release_weights(self) -> None:
-        """Drop the gathered weights."""
+        """Drop the gathered weights; a resident group keeps them until they are stale."""
         self.wait_gathered()
-        self.weights.release()
+        if not self.resident:
+            self.weights.release()
+            self.version = -1
+
+    def forget_weights(self) -> None:
+        """The weights are stale: gather them again before the next use."""
+        self.release_weights()
         self.version = -1
+
+    def partial_gradients(self) -> list[Tensor]:
+        """Slots whose gradient is a part of a sum over the tp ranks."""
+        return [self.slots[p.name].gradient for p in self.trainable if p.tp_partial]
 
     def zero_unwritten(self) -> None:
         """Zero the slots that this micro-batch did not touch, so that a reduction has something to
@@ -203,18 +263,55 @@ class LayerGroup:
             slot.written = False
 
 
-def _table(
-    plan: OwnershipPlan, parameters: Sequence[LogicalParameter], offsets: dict[str, int]
+def holder(
+    plan: OwnershipPlan, parameter: LogicalParameter, segment: Segment
+) -> tuple[int, int | None]:
+    """Column and row of the rank that holds a segment; row None: one rank in each row."""
+    if parameter.layout is Layout.OWNER:
+        return plan.topology.column_of(segment.rank), plan.topology.row_of(segment.rank)
+    return segment.rank, None
+
+
+def column_table(
+    plan: OwnershipPlan,
+    parameters: Sequence[LogicalParameter],
+    offsets: Mapping[str, int],
+    tp_rank: int,
 ) -> SegmentTable:
+    """Which column of a row holds what of a flat buffer: a gather's sources."""
     return SegmentTable.build(
         plan.topology.columns,
         [
             TableSegment(
-                rank=segment.rank,
+                rank=holder(plan, parameter, segment)[0],
                 offset=offsets[parameter.name] + segment.start,
                 numel=segment.stop - segment.start,
             )
             for parameter in parameters
-            for segment in plan.segments(parameter.name)
+            for segment in plan.segments(parameter.name, tp_rank)
         ],
     )
+
+
+def _two_stage_table(
+    plan: OwnershipPlan,
+    parameters: Sequence[LogicalParameter],
+    offsets: Mapping[str, int],
+    tp_rank: int,
+) -> TwoStageTable:
+    """A reduction's destinations: columns first, then rows inside each column's packed buffer."""
+    pieces: list[list[tuple[int, int, int | None]]] = [[] for _ in range(plan.topology.columns)]
+    for parameter in parameters:
+        for segment in plan.segments(parameter.name, tp_rank):
+            column, row = holder(plan, parameter, segment)
+            offset = offsets[parameter.name] + segment.start
+            pieces[column].append((offset, segment.stop - segment.start, row))
+    rows: list[tuple[RowSegment, ...]] = []
+    for held in pieces:
+        packed: list[RowSegment] = []
+        at = 0
+        for _, numel, row in sorted(held, key=lambda piece: piece[0]):
+            packed.append(RowSegment(start=at, numel=numel, row=row))
+            at += numel
+        rows.append(tuple(packed))
+    return TwoStageTable(columns=column_table(plan, parameters, offsets, tp_rank), rows=tuple(rows))

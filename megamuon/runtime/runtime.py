@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamuon.checkpoint.tensors import StoredTensor
-from megamuon.matrices import LogicalParameter, routing_report
+from megamuon.matrices import Layout, LogicalParameter, Route, routing_report
+from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
+from megamuon.runtime.exchange import PieceExchange
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.step import OwnerStep, StepResult
 
@@ -33,18 +35,22 @@ class Runtime:
         *,
         model: nn.Module,
         plan: OwnershipPlan,
-        rank: int,
+        mesh: Mesh,
         config: RuntimeConfig,
         groups: tuple[LayerGroup, ...],
         engine: Engine,
         step: OwnerStep,
+        exchange: PieceExchange,
     ) -> None:
         self.model = model
         self.plan = plan
-        self.rank = rank
+        self.mesh = mesh
+        self.rank = mesh.data_parallel_rank
         self.config = config
         self.groups = groups
         self.engine = engine
+        self.exchange = exchange
+        self.traffic = step.traffic  # bytes that this rank has sent
         self._step = step
 
     # --- training --------------------------------------------------------------------------------
@@ -70,12 +76,18 @@ class Runtime:
         """Update all owned parameters with the gradients since the last step.
 
         ``lr_of`` gives a parameter's own learning rate where it is not ``lr`` (Megatron's
-        --decoupled-lr).  The only collective is the norm scalar with its riders.
+        --decoupled-lr).  Communicates the norm scalar with its riders; the pieces of matrices that
+        tensor parallelism cuts; with several rows the new weights, asynchronously.
         """
         if self.engine.accumulated:
             self.engine.reduce_accumulated()
         self.engine.finish_reductions()
-        result = self._step(lr_of or (lambda _: lr), wd)
+        result = self._step(
+            lr_of or (lambda _: lr),
+            wd,
+            order=self.engine.forward_order.order,
+            version=self.engine.version + 1,
+        )
         if not result.skipped:
             self.engine.version += 1
         return result
@@ -97,26 +109,57 @@ class Runtime:
         """This rank's pieces of every weight (by canonical name) and optimizer tensor
         (``optimizer.<state>.<name>``); the tensors are the live ones.
 
-        Scalars that all holders of a parameter keep alike (AdamW's step) are listed by the first
-        holder only, or with ``everywhere`` (what a load wants) by all.
+        What several ranks hold alike (slices of every row, what every tp rank keeps, counts like
+        AdamW's step) is listed by the first of them only, or with ``everywhere`` (what a load
+        wants) by all.
         """
         found: list[StoredTensor] = []
         for segment in self._step.segments():
             parameter = segment.parameter
-            found.append(_stored(parameter.name, segment, segment.shaped(segment.master)))
-            if not optimizer or segment.window is None:
+            if not (everywhere or self._step.counts(parameter)):
                 continue
-            for key, tensor in self._step.state[parameter.name].items():
-                name = f"{OPTIMIZER_PREFIX}{key}.{parameter.name}"
-                if tensor.ndim or not parameter.shape:
-                    found.append(_stored(name, segment, tensor))
-                elif everywhere or segment.start == 0:
-                    found.append(StoredTensor(name=name, shape=(), offset=(), data=tensor))
+            found.append(_stored(parameter.name, segment, segment.shaped(segment.master)))
+            if optimizer and segment.window is not None:
+                first = everywhere or not any(segment.offset)
+                found.extend(self._optimizer_state(segment, first))
         return found
 
+    def _optimizer_state(self, segment: LocalSegment, first: bool) -> Iterator[StoredTensor]:
+        """``first``: also list what belongs to no element of the segment."""
+        parameter, matrices = segment.parameter, self._step.matrices
+        wholes: dict[str, Tensor] = {}
+        if parameter.route is Route.MUON and matrices is not None:
+            held = matrices.state[parameter.name]
+            pieces, wholes = held.piece, held.whole
+        else:
+            pieces = self._step.state[parameter.name]
+        for key, tensor in pieces.items():
+            name = f"{OPTIMIZER_PREFIX}{key}.{parameter.name}"
+            if tensor.ndim or not parameter.shape:
+                yield _stored(name, segment, tensor)
+            elif first:
+                yield StoredTensor(name=name, shape=(), offset=(), data=tensor)
+        if parameter.layout is Layout.EVEN and not first:
+            return  # every rank of a row holds the state of the whole
+        for key, tensor in wholes.items():
+            name = f"{OPTIMIZER_PREFIX}{key}.{parameter.name}"
+            shape = tuple(tensor.shape)
+            yield StoredTensor(name=name, shape=shape, offset=(0,) * len(shape), data=tensor)
+
     def loaded(self) -> None:
-        """Masters were written from outside: buffers that hold older weights are stale now."""
+        """Masters were written from outside: buffers that hold older weights are stale now, and
+        leaders get the new ones.  Every rank calls this.
+        """
         self.engine.version += 1
+        if self.engine.publication is not None:
+            self.engine.publication.republish(self.engine.version)
+
+    def close(self) -> None:
+        """Let everything in flight arrive; call it before the process groups are destroyed."""
+        self.engine.finish_reductions()
+        if self.engine.publication is not None:
+            self.engine.publication.close()
+        self.engine.transport.close()
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights by canonical name in the compute dtype, one group gathered at a time.
@@ -124,22 +167,25 @@ class Runtime:
         A collective: every rank iterates to the end.
         """
         for group in self.groups:
-            group.weights.revive()
-            group.write_masters()
-            group.gathering = self.engine.transport.all_gather_v(
-                group.weights.raw, group.gather_table
-            )
+            self.engine.gather(group)
             group.wait_gathered()
             for parameter in group.parameters:
-                view = group.weights.raw_view(parameter.name, parameter.shape)
-                yield parameter.name, view.clone()
+                piece = group.weights.raw_view(
+                    parameter.name, parameter.piece_shape(self.mesh.tp_rank)
+                )
+                if parameter.cut is None:
+                    yield parameter.name, piece.clone()
+                else:
+                    wholes = self.exchange.everywhere([parameter], [piece])
+                    yield parameter.name, wholes[parameter.name]
             group.release_weights()
 
     def parameter_norm(self) -> float:
         """L2 norm of all parameters, each element once.  A collective of one scalar."""
         total = torch.zeros(1, dtype=torch.float64)
-        for group in self.groups:
-            total += group.master.to("cpu", torch.float64).square().sum()
+        for segment in self._step.segments():
+            if self._step.counts(segment.parameter):
+                total += segment.master.to("cpu", torch.float64).square().sum()
         if self._step.group is not None:
             total = total.to(self.groups[0].master.device)
             dist.all_reduce(total, group=self._step.group)
@@ -158,8 +204,13 @@ class Runtime:
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds right now, by kind."""
-        state = (t for tensors in self._step.state.values() for t in tensors.values())
+        publication = self.engine.publication
+        state = [t for tensors in self._step.state.values() for t in tensors.values()]
+        if self._step.matrices is not None:
+            for held in self._step.matrices.state.values():
+                state.extend((*held.piece.values(), *held.whole.values()))
         return {
+            "leader_copies": publication.resident_bytes if publication is not None else 0,
             "masters": sum(_bytes(g.master) for g in self.groups),
             "windows": sum(_bytes(g.window) for g in self.groups),
             "optimizer_state": sum(_bytes(t) for t in state),
@@ -177,6 +228,4 @@ def _bytes(tensor: Tensor) -> int:
 
 def _stored(name: str, segment: LocalSegment, data: Tensor) -> StoredTensor:
     shape = segment.parameter.shape
-    first_row = segment.rows[0]
-    offset = (first_row, *(0 for _ in shape[1:])) if shape else ()
-    return StoredTensor(name=name, shape=shape, offset=offset, data=data)
+    return StoredTensor(name=name, shape=shape, offset=segment.offset, data=data)

@@ -9,30 +9,35 @@ starts. Tested by the equivalence tests and ``tests/distributed/test_runtime_rul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamuon.collectives import build_transport
-from megamuon.matrices import Layout, LogicalParameter, Route, RouteFunction, collect
-from megamuon.optim.adamw import AdamW, Sgd, SgdConfig
-from megamuon.optim.muon import Muon
-from megamuon.optim.optimizer import OwnerOptimizer
+from megamuon.matrices import (
+    Layout,
+    LogicalParameter,
+    Placement,
+    Route,
+    RouteFunction,
+    collect,
+)
+from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
-from megamuon.ownership.planner import build_plan, muon_shapes
+from megamuon.ownership.planner import build_plan, muon_shapes, planned_units
 from megamuon.ownership.settings import Topology
-from megamuon.ownership.units import build_units
 from megamuon.runtime import hooks
-from megamuon.runtime.agreement import exchange_plan, exchange_settings, integers_of_rank_zero
-from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
+from megamuon.runtime.agreement import exchange_plan, exchange_settings
+from megamuon.runtime.assembly import Grid, build_parts
+from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
+from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
 from megamuon.runtime.measure import cost_function
+from megamuon.runtime.publish import Publication
 from megamuon.runtime.runtime import Runtime
-from megamuon.runtime.step import OwnerStep
 
 Fill = Callable[[str, Tensor, torch.Generator], None]
 
@@ -42,20 +47,25 @@ def shard(
     *,
     layers: Sequence[type[nn.Module]],
     config: RuntimeConfig | None = None,
+    mesh: Mesh | None = None,
+    placements: Mapping[str, Placement] | None = None,
     route: RouteFunction | None = None,
     initial: Fill | None = None,
     plan: OwnershipPlan | None = None,
     process_group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
 ) -> Runtime:
-    """Shard ``model`` over the ranks of ``process_group`` (default: all) with one owner per matrix.
+    """Shard ``model`` over a grid of ranks with one owner per matrix.
 
-    ``layers``: classes whose outermost instances become layer groups.  ``route(name, parameter,
-    module)`` may send a parameter elsewhere than its module declares.  ``initial(name, whole
-    tensor, generator)`` fills the weights, each from a generator of its own, so that they do not
-    depend on the ranks; without it the model's present weights are taken, and it must not be on
-    the meta device.  ``plan`` is a stored plan: it is reused if it is for these parameters,
-    routes, ranks and planner settings, and a new one is made if not.
+    ``layers``: classes whose outermost instances become layer groups.  ``mesh``: the grid, rows by
+    columns by tp; without it all ranks of ``process_group`` (default: all there are) form one row.
+    ``placements``: where tensor parallelism has put each parameter of a model that holds the pieces
+    of one tp rank (``megamuon.sharding``). ``route(name, parameter, module)`` may send a parameter
+    elsewhere than its module declares.  ``initial(name, whole tensor, generator)`` fills the
+    weights, each from a generator of its own, so that they do not depend on the ranks; without it
+    the model's present weights are taken, and it must not be on the meta device.  ``plan`` is a
+    stored plan: it is reused if it is for these parameters, routes, ranks and planner settings, and
+    a new one is made if not.
 
     Works without a process group as one rank. Raises RoutingError, PlanMismatchError and
     ValueError.
@@ -63,37 +73,35 @@ def shard(
     hooks.check_hook_contract()
     config = config or RuntimeConfig()
     device = device or _device_of(model)
-    group = process_group
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
-    matrices_to = Route.MUON if config.optimizer.matrices == "muon" else Route.ADAMW_OWNER
+    grid = Grid.of(mesh, process_group, device)
+    matrix = config.optimizer.whole_matrices
     parameters = collect(
         model,
         layers=layers,
         route=route,
-        matrices_to=matrices_to,
+        matrices_to=Route.MUON if matrix else Route.ADAMW_OWNER,
         owner_layout=config.owner_layout,
+        gathered_update=config.matrix_update == "gather",
+        placements=placements,
     )
-    exchange_settings(_agreed_settings(config, parameters, plan), group)
-    plan = _plan(parameters, plan, config, world, device, group)
-    exchange_plan(plan, group)
+    exchange_settings(_agreed_settings(config, grid.mesh, parameters, plan), grid.world)
+    plan = _plan(parameters, plan, config, grid, device)
+    exchange_plan(plan, grid.world)
     tensors = _parameters_by_name(model, parameters)
-    groups = _build_groups(plan, rank, config, device)
-    _fill_masters(groups, tensors, config, initial)
+    groups = _build_groups(plan, grid.mesh, config, device)
+    parts = build_parts(groups, plan, grid, config, device)
+    _fill_masters(groups, tensors, config, initial, parts.publication)
     _place_parameters(model, groups, tensors)
-    engine = _build_engine(groups, config, group, device, _kept_groups(groups))
-    _attach(engine, model, groups, layers)
-    step = OwnerStep(
-        groups,
-        _optimizers(config.optimizer),
-        group=group if world > 1 else None,
-        clip=config.optimizer.clip,
-        decays=config.optimizer.decays,
-        count_zeros=config.optimizer.count_zeros,
-    )
+    _attach(parts.engine, model, groups, layers)
     return Runtime(
-        model=model, plan=plan, rank=rank, config=config, groups=groups, engine=engine, step=step
+        model=model,
+        plan=plan,
+        mesh=grid.mesh,
+        config=config,
+        groups=groups,
+        engine=parts.engine,
+        step=parts.step,
+        exchange=parts.exchange,
     )
 
 
@@ -110,19 +118,17 @@ def _plan(
     parameters: tuple[LogicalParameter, ...],
     stored: OwnershipPlan | None,
     config: RuntimeConfig,
-    world: int,
+    grid: Grid,
     device: torch.device,
-    group: dist.ProcessGroup | None,
 ) -> OwnershipPlan:
-    topology = Topology(rows=1, columns=world)
+    mesh = grid.mesh
+    topology = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
     planner = replace(config.planner, bytes_per_element=config.compute_dtype.itemsize)
     if planner.policy == "lpt" and not muon_shapes(parameters):
         # Without Newton-Schulz every unit costs nothing and time cannot tell ranks apart.
         planner = replace(planner, policy="numel")
     if stored is not None:
-        units = build_units(
-            parameters, threshold=config.unit_threshold, merge_experts=config.merge_experts
-        )
+        units = planned_units(parameters, planner, config.unit_threshold, config.merge_experts)
         wanted = (topology, parameters, planner, units)
         # All but the costs: measured again they would differ a little, and owners with them.
         if wanted == (stored.topology, stored.parameters, stored.settings, stored.units):
@@ -130,7 +136,7 @@ def _plan(
     return build_plan(
         parameters,
         topology,
-        cost_function(parameters, config, device, group),
+        cost_function(parameters, config, device, grid.world),
         planner,
         threshold=config.unit_threshold,
         merge_experts=config.merge_experts,
@@ -139,6 +145,7 @@ def _plan(
 
 def _agreed_settings(
     config: RuntimeConfig,
+    mesh: Mesh,
     parameters: tuple[LogicalParameter, ...],
     stored: OwnershipPlan | None,
 ) -> dict[str, str]:
@@ -149,7 +156,10 @@ def _agreed_settings(
         "parameters": hashlib.sha256(repr(parameters).encode()).hexdigest()[:16],
         "stored_plan": "none" if stored is None else stored.digest[:16],
         "ns_cost": config.ns_cost,
+        "grid": f"{mesh.rows}x{mesh.columns}x{mesh.tp}",
         "zero_stage": str(config.zero_stage),
+        "matrix_update": config.matrix_update,
+        "publish": config.publish,
         "collectives": config.collectives,
         "compute": str(config.compute_dtype),
         "reduce": str(config.reduce_dtype),
@@ -187,7 +197,7 @@ def group_names(parameters: Sequence[LogicalParameter]) -> dict[str, list[Logica
 
 
 def _build_groups(
-    plan: OwnershipPlan, rank: int, config: RuntimeConfig, device: torch.device
+    plan: OwnershipPlan, mesh: Mesh, config: RuntimeConfig, device: torch.device
 ) -> tuple[LayerGroup, ...]:
     return tuple(
         LayerGroup(
@@ -195,10 +205,11 @@ def _build_groups(
             name=name,
             parameters=members,
             plan=plan,
-            rank=rank,
+            mesh=mesh,
             compute_dtype=config.compute_dtype,
             master_dtype=config.master_dtype,
             device=device,
+            resident=config.zero_stage == 1,
         )
         for index, (name, members) in enumerate(group_names(plan.parameters).items())
     )
@@ -217,24 +228,42 @@ def _fill_masters(
     tensors: dict[str, nn.Parameter],
     config: RuntimeConfig,
     initial: Fill | None,
+    publication: Publication | None,
 ) -> None:
-    """Write the local segments; a whole parameter exists only while its segments are cut from
-    it.
+    """Write the local segments and leader copies; a whole parameter exists only while they are cut
+    from it.
     """
     for group in groups:
-        for segment in group.local:
-            name, shape = segment.parameter.name, segment.parameter.shape
-            present = tensors[name]
-            if initial is not None:
-                whole = torch.empty(shape, dtype=config.master_dtype)
-                initial(
-                    name, whole, torch.Generator().manual_seed(parameter_seed(config.seed, name))
-                )
-            elif present.is_meta:
-                raise ValueError(f"{name} is on the meta device: pass initial= to fill it")
-            else:
-                whole = present.detach()
-            segment.master.copy_(whole.reshape(-1)[segment.start : segment.stop])
+        segments = {segment.parameter.name: segment for segment in group.local}
+        led = {parameter.name for parameter in group.led}
+        for parameter in group.parameters:
+            name = parameter.name
+            if name not in segments and name not in led:
+                continue
+            values = _initial_piece(parameter, group.tp_rank, tensors[name], config, initial)
+            if name in segments:
+                segment = segments[name]
+                segment.master.copy_(values[segment.start : segment.stop])
+            if name in led and publication is not None:
+                publication.payload(name).copy_(values)
+
+
+def _initial_piece(
+    parameter: LogicalParameter,
+    tp_rank: int,
+    present: nn.Parameter,
+    config: RuntimeConfig,
+    initial: Fill | None,
+) -> Tensor:
+    """The initial values of this tp rank's piece of a parameter, flat."""
+    name = parameter.name
+    if initial is not None:
+        whole = torch.empty(parameter.shape, dtype=config.master_dtype)
+        initial(name, whole, torch.Generator().manual_seed(parameter_seed(config.seed, name)))
+        return cut_piece(whole, parameter, tp_rank).reshape(-1)
+    if present.is_meta:
+        raise ValueError(f"{name} is on the meta device: pass initial= to fill it")
+    return present.detach().reshape(-1)
 
 
 def _place_parameters(
@@ -244,7 +273,7 @@ def _place_parameters(
     views: dict[int, nn.Parameter] = {}
     for group in groups:
         for parameter in group.parameters:
-            view = group.weights.view(parameter.name, parameter.shape)
+            view = group.weights.view(parameter.name, parameter.piece_shape(group.tp_rank))
             old = tensors[parameter.name]
             new = nn.Parameter(view, requires_grad=parameter.trainable)
             new.__dict__.update(old.__dict__)
@@ -254,41 +283,6 @@ def _place_parameters(
         for attribute, old in module._parameters.items():
             if old is not None and id(old) in views:
                 module._parameters[attribute] = views[id(old)]
-
-
-def _kept_groups(groups: Sequence[LayerGroup]) -> set[int]:
-    """The root's loose parameters, and token tables that are tied to a head."""
-    return {
-        g.index
-        for g in groups
-        if g.name == ROOT_GROUP or (g.name.startswith("table:") and g.parameters[0].aliases)
-    }
-
-
-def _build_engine(
-    groups: Sequence[LayerGroup],
-    config: RuntimeConfig,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    kept: set[int],
-) -> Engine:
-    ranks = dist.get_process_group_ranks(group) if group is not None else []
-    gather_group = reduce_group = None
-    if len(ranks) > 1:
-        gather_group, reduce_group = dist.new_group(ranks), dist.new_group(ranks)
-    transport = build_transport(
-        config.collectives,
-        gather_group=gather_group,
-        reduce_group=reduce_group,
-        wire_dtype=config.reduce_dtype,
-    )
-    return Engine(
-        groups,
-        transport,
-        zero_stage=config.zero_stage,
-        kept=kept,
-        agree=lambda values: integers_of_rank_zero(values, gather_group, device),
-    )
 
 
 def _attach(
@@ -324,16 +318,3 @@ def _attach(
         hooks.attach_parameters(engine, group, parameters)
     hooks.attach_root_end(engine, model)
     hooks.guard_state_dict(list(dict.fromkeys([model, *holders])))
-
-
-def _optimizers(settings: OptimizerSettings) -> dict[Route, OwnerOptimizer]:
-    elementwise: OwnerOptimizer
-    if settings.matrices == "sgd":
-        elementwise = Sgd(SgdConfig(momentum=settings.sgd_momentum))
-    else:
-        elementwise = AdamW(settings.adamw)
-    return {
-        Route.MUON: Muon(settings.muon),
-        Route.ADAMW_OWNER: elementwise,
-        Route.ADAMW_SHARDED: elementwise,
-    }

@@ -1,25 +1,30 @@
-"""The optimizer step on owners: norm, clip, update.
+"""The optimizer step on owners: norm, clip, update, publish.
 
-Owns the one collective of a step (the norm scalar with its riders) and the update of every local
-segment. Invariants: each element counts once in the norm whatever the layout; a parameter that no
-rank touched is left alone (no decay, no momentum), as in PyTorch; a non-finite gradient skips the
-step on all ranks alike and names the parameter. Tested by ``tests/distributed/test_step.py`` and
-the equivalence tests.
+Owns the one collective of a step (the norm scalar with its riders), the state of everything that is
+trained element by element, and the order of updates. Invariants: each element counts once in the
+norm whatever the layout; a parameter that no rank touched is left alone (no decay, no momentum), as
+in PyTorch; a non-finite gradient skips the step on all ranks alike and names the parameter; groups
+are updated in the recorded forward order and published in the same order. Tested by
+``tests/distributed/test_step.py`` and the equivalence tests.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.matrices import LogicalParameter, Route
+from megamuon.collectives.traffic import Traffic
+from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.mesh import Mesh
 from megamuon.optim.optimizer import Item, OwnerOptimizer
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
+from megamuon.runtime.matrix_update import MatrixUpdate
+from megamuon.runtime.publish import Publication
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +44,53 @@ class OwnerStep:
     def __init__(
         self,
         groups: Sequence[LayerGroup],
-        optimizers: Mapping[Route, OwnerOptimizer],
+        elementwise: OwnerOptimizer,
         *,
+        mesh: Mesh,
         group: dist.ProcessGroup | None,
         clip: float,
         decays: Callable[[LogicalParameter], bool],
         count_zeros: bool = False,
+        matrices: MatrixUpdate | None = None,
+        publication: Publication | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
         self.groups = tuple(groups)
-        self.optimizers = dict(optimizers)
+        self.elementwise = elementwise
+        self.mesh = mesh
         self.group = group
         self.clip = clip
         self.decays = decays
         self.count_zeros = count_zeros
+        self.matrices = matrices
+        self.publication = publication
+        self.traffic = traffic or Traffic()
         self.trainable = [p for g in self.groups for p in g.trainable]
         self._group_of = {p.name: g for g in self.groups for p in g.parameters}
         self._place = {p.name: place for place, p in enumerate(self.trainable)}
-        self.state: dict[str, dict[str, Tensor]] = {}
+        self.state: dict[str, dict[str, Tensor]] = {}  # of what is trained element by element
         for segment in self.segments():
-            if segment.window is not None:
-                optimizer = self.optimizers[segment.parameter.route]
+            if segment.window is not None and segment.parameter.route is not Route.MUON:
                 master = segment.shaped(segment.master)
-                self.state[segment.parameter.name] = optimizer.init_state(master)
+                self.state[segment.parameter.name] = elementwise.init_state(master)
 
     def segments(self) -> list[LocalSegment]:
         """All local segments, in the order of the groups."""
         return [segment for group in self.groups for segment in group.local]
 
-    def __call__(self, lr_of: Callable[[LogicalParameter], float], wd: float) -> StepResult:
+    def __call__(
+        self,
+        lr_of: Callable[[LogicalParameter], float],
+        wd: float,
+        *,
+        order: Sequence[int],
+        version: int,
+    ) -> StepResult:
         """Clip, then update every touched local segment in place; clears windows and touched
         bits.
+
+        ``order``: indices of the groups as the forward pass uses them. ``version``: the number of
+        this update, which published weights carry.
         """
         norm, touched, nonfinite, zeros = self._norm()
         names = {p.name for p, bit in zip(self.trainable, touched, strict=True) if bit}
@@ -76,7 +98,7 @@ class OwnerStep:
         skipped = bool(nonfinite) or not math.isfinite(norm)
         if not skipped:
             self._clip(norm)
-            self._update(names, lr_of, wd)
+            self._update([self.groups[i] for i in order], names, lr_of, wd, version)
         for group in self.groups:
             group.window_empty = True
             group.touched.clear()
@@ -87,6 +109,13 @@ class OwnerStep:
             untouched=untouched,
             zeros=zeros,
         )
+
+    def counts(self, parameter: LogicalParameter) -> bool:
+        """Whether this rank's segment of a parameter is the one that sums count: slices that every
+        row keeps count in row 0, what every tp rank keeps counts on tp rank 0.
+        """
+        first_row = parameter.layout is Layout.OWNER or self.mesh.row == 0
+        return first_row and (parameter.cut is not None or self.mesh.tp_rank == 0)
 
     def _norm(self) -> tuple[float, list[bool], tuple[str, ...], int | None]:
         """One all-reduce: the squared norm, a touched entry per parameter, and (if asked) a zero
@@ -101,7 +130,11 @@ class OwnerStep:
         for group in self.groups:
             for name in group.touched:
                 vector[2 + self._place[name]] += 1
-        local = [s for s in self.segments() if s.window is not None and not self._empty(s)]
+        local = [
+            s
+            for s in self.segments()
+            if s.window is not None and not self._empty(s) and self.counts(s.parameter)
+        ]
         windows = [s.window for s in local]
         if windows:
             squares = torch.stack(torch._foreach_norm(windows)).to("cpu", torch.float64).square()
@@ -119,6 +152,7 @@ class OwnerStep:
         if self.group is not None:
             vector = vector.to(device)
             dist.all_reduce(vector, group=self.group)
+            self.traffic.sent("norm", "world", vector.numel() * vector.element_size())
             vector = vector.cpu()
         entries = vector[2:].tolist()
         nonfinite = tuple(
@@ -141,29 +175,81 @@ class OwnerStep:
             if windows:
                 torch._foreach_mul_(windows, factor)
 
+    # --- updates ---------------------------------------------------------------------------------
+
     def _update(
-        self, touched: set[str], lr_of: Callable[[LogicalParameter], float], wd: float
+        self,
+        groups: Sequence[LayerGroup],
+        touched: set[str],
+        lr_of: Callable[[LogicalParameter], float],
+        wd: float,
+        version: int,
     ) -> None:
-        items: dict[Route, list[Item]] = {}
-        for segment in self.segments():
+        if self.publication is not None:
+            order = [p.name for group in groups for p in _update_order(group, touched)]
+            self.publication.begin(order, version)
+        pending: list[Item] = []
+        for group in groups:
+            items = self._items(group, touched, lr_of, wd)
+            flat = [item for s, item in items.values() if s.parameter.route is not Route.MUON]
+            if self.publication is None:
+                pending.extend(flat)  # one call for all groups: fewer and longer kernels
+            elif flat:
+                self.elementwise.update(flat, self._updated)
+            if self.matrices is not None:
+                self.matrices(
+                    group,
+                    {n: pair for n, pair in items.items() if pair[0].parameter.route is Route.MUON},
+                    [p for p in group.trainable if p.route is Route.MUON and p.name in touched],
+                    self._updated,
+                )
+        if pending:
+            self.elementwise.update(pending)
+        if self.publication is not None:
+            self.publication.end()
+
+    def _updated(self, item: Item) -> None:
+        if self.publication is not None:
+            self.publication.updated(item.name)
+
+    def _items(
+        self,
+        group: LayerGroup,
+        touched: set[str],
+        lr_of: Callable[[LogicalParameter], float],
+        wd: float,
+    ) -> dict[str, tuple[LocalSegment, Item]]:
+        items: dict[str, tuple[LocalSegment, Item]] = {}
+        for segment in group.local:
             parameter = segment.parameter
             if segment.window is None or parameter.name not in touched:
                 continue
-            items.setdefault(parameter.route, []).append(
+            items[parameter.name] = (
+                segment,
                 Item(
                     name=parameter.name,
                     parameter=segment.shaped(segment.master),
                     gradient=segment.shaped(segment.window),
-                    state=self.state[parameter.name],
+                    state=self.item_state(parameter),
                     lr=lr_of(parameter),
                     wd=wd if self.decays(parameter) else 0.0,
                     logical_shape=parameter.shape,
-                )
+                ),
             )
-        # Routes may share an optimizer (AdamW on owners and on slices): one call each.
-        calls: dict[int, list[Item]] = {}
-        for route, members in items.items():
-            calls.setdefault(id(self.optimizers[route]), []).extend(members)
-        for optimizer in {id(o): o for o in self.optimizers.values()}.values():
-            if id(optimizer) in calls:
-                optimizer.update(calls[id(optimizer)])
+        return items
+
+    def item_state(self, parameter: LogicalParameter) -> dict[str, Tensor]:
+        """Optimizer state beside this rank's segment of a parameter."""
+        if parameter.route is Route.MUON and self.matrices is not None:
+            return self.matrices.item_state(parameter.name)
+        return self.state[parameter.name]
+
+
+def _update_order(group: LayerGroup, touched: set[str]) -> list[LogicalParameter]:
+    """The parameters of a group in the order of their updates: element by element first, then
+    whole matrices, then matrices in tp pieces.
+    """
+    members = [p for p in group.trainable if p.name in touched and p.layout is Layout.OWNER]
+    flat = [p for p in members if p.route is not Route.MUON]
+    whole = [p for p in members if p.route is Route.MUON and p.cut is None]
+    return [*flat, *whole, *(p for p in members if p.route is Route.MUON and p.cut is not None)]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megamuon.runtime import Runtime, RuntimeConfig, shard
+from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import SCENARIOS, Block, Scenario, Stack, build, expected, inputs
 
@@ -32,8 +33,15 @@ def config(zero_stage: int, collectives: str = "grouped") -> RuntimeConfig:
     )
 
 
-def sharded(scenario: Scenario, zero_stage: int, collectives: str = "grouped") -> Runtime:
-    return shard(build(scenario), layers=(Block,), config=config(zero_stage, collectives))
+def sharded(
+    scenario: Scenario, zero_stage: int, collectives: str = "grouped", rows: int = 1
+) -> Runtime:
+    return shard(
+        build(scenario),
+        layers=(Block,),
+        config=config(zero_stage, collectives),
+        mesh=mesh_of(dist.get_rank(), dist.get_world_size(), rows=rows),
+    )
 
 
 def reduced(runtime: Runtime) -> dict[str, Tensor]:
@@ -54,12 +62,14 @@ def reduced(runtime: Runtime) -> dict[str, Tensor]:
     return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 
 
-def run_scenarios(rank: int, world: int) -> dict[tuple[str, int], list[tuple[dict, set[str]]]]:
+def run_scenarios(
+    rank: int, world: int, rows: int
+) -> dict[tuple[str, int], list[tuple[dict, set[str]]]]:
     """Reduced gradients and touched names of all scenarios at both stages; weights never change."""
     found = {}
     for number, (name, scenario) in enumerate(SCENARIOS.items()):
         for stage in scenario.stages:
-            runtime = sharded(scenario, stage, ("grouped", "per_owner")[number % 2])
+            runtime = sharded(scenario, stage, ("grouped", "per_owner")[number % 2], rows)
             steps = []
             for step in range(STEPS):
                 if step == 1:  # an evaluation in between must disturb nothing
@@ -72,14 +82,15 @@ def run_scenarios(rank: int, world: int) -> dict[tuple[str, int], list[tuple[dic
                 steps.append((gradients, trainable - set(result.untouched)))
                 assert not any(g.weights.alive and g.weights.layout.numel for g in runtime.groups)
                 assert not any(g.gradients.alive and g.trainable for g in runtime.groups)
+            runtime.close()
             found[name, stage] = steps
     return found if rank == 0 else {}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[(2, 1), (3, 1), (4, 2)], ids=str)
 def results(request: pytest.FixtureRequest) -> tuple[int, dict]:
-    world = request.param
-    return world, run_ranks(run_scenarios, world, timeout=300.0)[0]
+    world, rows = request.param
+    return world, run_ranks(run_scenarios, world, rows, timeout=300.0)[0]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

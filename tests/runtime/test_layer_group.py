@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.mesh import Mesh
 from megamuon.ownership import Topology, build_plan, closed_form_cost
 from megamuon.runtime.layer_group import LayerGroup
 
@@ -38,7 +39,15 @@ def groups(world: int) -> list[LayerGroup]:
             name="layers.0",
             parameters=PARAMETERS,
             plan=plan,
-            rank=rank,
+            mesh=Mesh(
+                world_size=world,
+                rank=rank,
+                local_rank=rank,
+                rows=1,
+                columns=world,
+                device=torch.device("cpu"),
+                backend="gloo",
+            ),
             compute_dtype=torch.bfloat16,
             master_dtype=torch.float32,
             device=torch.device("cpu"),
@@ -56,7 +65,7 @@ def test_ranks_hold_every_element_once() -> None:
         assert sum(g.window.numel() for g in made) == elements - frozen
         for rank, group in enumerate(made):
             assert group.gather_table.sizes[rank] == group.master.numel()
-            assert group.reduce_table.sizes[rank] == group.window.numel()
+            assert group.reduce_table.columns.sizes[rank] == group.window.numel()
             for segment in group.local:
                 assert (segment.window is None) == (segment.parameter.name == "frozen")
                 shape = segment.parameter.shape
@@ -77,7 +86,7 @@ def test_masters_reach_their_place_in_the_buffer() -> None:
         group.master.copy_(torch.arange(group.master.numel()) + 1.0)
         group.weights.revive()
         group.weights.raw.zero_()
-        group.write_masters()
+        group.write_sources()
         for segment in group.local:
             name = segment.parameter.name
             piece = group.weights.raw_piece(name, segment.start, segment.stop)

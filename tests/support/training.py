@@ -37,6 +37,7 @@ LOG_LINE = re.compile(
     r" \| learning rate: (?P<lr>[\d.E+-]+)"
     r" \| global batch size: +(?P<batch>\d+)"
     r" \| lm loss: (?P<loss>[\d.E+-]+|nan|NAN|INF|inf)"
+    r"(?: \| load_balancing_loss: (?P<balance>[\d.E+-]+))?"
     r" \| loss scale: 1\.0"
     r" \| grad norm: (?P<norm>[\d.]+|nan)"
     r".* \| number of skipped iterations: +(?P<skipped>\d+)"

@@ -1,0 +1,200 @@
+"""The moving parts of a sharded model, put together for one grid of ranks.
+
+Owns the process groups of a runtime and the choice of what each part is made of: transport,
+reduction, publication, optimizers, engine and step. Invariant: all ranks make the same process
+groups in the same order, whatever their place; each kind of traffic has a communicator of its own,
+because their orders may interleave differently from rank to rank. Tested by the equivalence tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megamuon.collectives import TwoStageReducer, build_transport
+from megamuon.collectives.traffic import Traffic
+from megamuon.mesh import Mesh, new_group
+from megamuon.optim import (
+    AdamW,
+    MatrixOptimizer,
+    Muon,
+    NorMuon,
+    OwnerOptimizer,
+    Sgd,
+    SgdConfig,
+    Shampoo,
+    Soap,
+)
+from megamuon.ownership.plan import OwnershipPlan
+from megamuon.runtime.agreement import integers_of_rank_zero
+from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
+from megamuon.runtime.engine import Engine
+from megamuon.runtime.exchange import PieceExchange, sum_in_order
+from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
+from megamuon.runtime.matrix_update import MatrixUpdate
+from megamuon.runtime.publish import Publication
+from megamuon.runtime.step import OwnerStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The mesh and the process group under it."""
+
+    mesh: Mesh
+    world: dist.ProcessGroup | None  # None: one rank
+
+    @staticmethod
+    def of(mesh: Mesh | None, group: dist.ProcessGroup | None, device: torch.device) -> Grid:
+        """The grid of ``mesh``, or one row of all ranks of ``group``.
+
+        Raises ValueError where the mesh is not for as many ranks as the group has.
+        """
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        rank, world = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        if mesh is None:
+            mesh = Mesh(
+                world_size=world,
+                rank=rank,
+                local_rank=rank,
+                rows=1,
+                columns=world,
+                device=device,
+                backend=dist.get_backend(group) if group else "none",
+            )
+        if (mesh.world_size, mesh.rank) != (world, rank):
+            raise ValueError(
+                f"the mesh places rank {mesh.rank} of {mesh.world_size}, but this is rank {rank} of"
+                f" {world}"
+            )
+        return Grid(mesh=mesh, world=group if world > 1 else None)
+
+    def new_group(self, axis: str) -> dist.ProcessGroup | None:
+        """A fresh communicator along ``axis``; every rank calls this in the same order."""
+        if self.world is None:
+            return None
+        return new_group(self.mesh, axis, ranks=dist.get_process_group_ranks(self.world))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a runtime is made of."""
+
+    engine: Engine
+    step: OwnerStep
+    exchange: PieceExchange
+    publication: Publication | None
+
+
+def build_parts(
+    groups: Sequence[LayerGroup],
+    plan: OwnershipPlan,
+    grid: Grid,
+    config: RuntimeConfig,
+    device: torch.device,
+) -> Parts:
+    """All parts for ``groups``.  A collective: it makes process groups."""
+    mesh, traffic = grid.mesh, Traffic()
+    transport = build_transport(
+        config.collectives,
+        gather_group=grid.new_group("shard"),
+        reduce_group=grid.new_group("shard"),
+        wire_dtype=config.reduce_dtype,
+        traffic=traffic,
+    )
+    transport.check_schedules([t for g in groups for t in (g.gather_table, g.reduce_table.columns)])
+    reducer = TwoStageReducer(
+        transport,
+        grid.new_group("replicate"),
+        column=mesh.column,
+        row=mesh.row,
+        rows=mesh.rows,
+        columns=mesh.columns,
+        wire_dtype=config.reduce_dtype,
+        traffic=traffic,
+    )
+    publication = None
+    publish_group = grid.new_group("replicate")
+    if mesh.rows > 1:
+        publication = Publication(
+            groups,
+            plan,
+            mesh,
+            column_group=publish_group,
+            dtype=config.compute_dtype,
+            device=device,
+            traffic=traffic,
+            synchronous=config.publish == "sync",
+        )
+    gradient_group = grid.new_group("tp")
+    exchange = PieceExchange(
+        grid.new_group("tp"),
+        tp=mesh.tp,
+        tp_rank=mesh.tp_rank,
+        owner=lambda parameter: plan.tp_owner_of(parameter.name),
+        traffic=traffic,
+    )
+    engine = Engine(
+        groups,
+        transport,
+        reduce=reducer.reduce,
+        zero_stage=config.zero_stage,
+        kept=kept_groups(groups),
+        agree=lambda values: integers_of_rank_zero(values, grid.world, device),
+        publication=publication,
+        sum_over_tp=(lambda parts: sum_in_order(parts, gradient_group)) if mesh.tp > 1 else None,
+    )
+    matrices = None
+    if config.optimizer.whole_matrices:
+        matrices = MatrixUpdate(
+            groups,
+            plan,
+            matrix_optimizer(config.optimizer),
+            exchange=exchange,
+            transport=transport,
+            dtype=config.master_dtype,
+            device=device,
+        )
+    step = OwnerStep(
+        groups,
+        elementwise_optimizer(config.optimizer),
+        mesh=mesh,
+        group=grid.world,
+        clip=config.optimizer.clip,
+        decays=config.optimizer.decays,
+        count_zeros=config.optimizer.count_zeros,
+        matrices=matrices,
+        publication=publication,
+        traffic=traffic,
+    )
+    return Parts(engine=engine, step=step, exchange=exchange, publication=publication)
+
+
+def kept_groups(groups: Sequence[LayerGroup]) -> set[int]:
+    """The root's loose parameters, and token tables that are tied to a head."""
+    return {
+        g.index
+        for g in groups
+        if g.name == ROOT_GROUP or (g.name.startswith("table:") and g.parameters[0].aliases)
+    }
+
+
+def elementwise_optimizer(settings: OptimizerSettings) -> OwnerOptimizer:
+    """What trains everything that is no matrix, and matrices under adam and sgd."""
+    if settings.matrices == "sgd":
+        return Sgd(SgdConfig(momentum=settings.sgd_momentum))
+    return AdamW(settings.adamw)
+
+
+def matrix_optimizer(settings: OptimizerSettings) -> MatrixOptimizer:
+    """What trains declared matrices."""
+    if settings.matrices == "muon":
+        return Muon(settings.muon)
+    if settings.matrices == "normuon":
+        return NorMuon(settings.normuon)
+    if settings.matrices == "shampoo":
+        return Shampoo(settings.shampoo)
+    return Soap(settings.soap)

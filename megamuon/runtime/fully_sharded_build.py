@@ -1,0 +1,245 @@
+"""How a model gets under FSDP2: the plan, the grid of torch, weights, one group after another.
+
+Owns the construction of ``FullyShardedRuntime``. Invariants: whole weights exist for one FSDP2
+group at a time; the initial weights are those of ``shard``, whatever the ranks; ranks that disagree
+stop with a message before the first collective of FSDP2. Tested by
+``tests/distributed/test_fully_sharded.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megamuon.matrices import (
+    Kind,
+    LogicalParameter,
+    Placement,
+    Route,
+    collect,
+    layer_paths,
+)
+from megamuon.mesh import Mesh
+from megamuon.ownership.cost import closed_form_cost
+from megamuon.ownership.plan import OwnershipPlan
+from megamuon.ownership.planner import build_plan
+from megamuon.ownership.settings import Topology
+from megamuon.runtime.agreement import exchange_plan, exchange_settings
+from megamuon.runtime.config import RuntimeConfig
+from megamuon.runtime.exchange import cut_piece
+from megamuon.runtime.fully_sharded_step import ShardedPiece
+from megamuon.runtime.shard import parameter_seed
+
+Fill = Callable[[str, Tensor, torch.Generator], None]
+Holders = dict[
+    str, list[tuple[nn.Module, str]]
+]  # parameter -> (module, attribute) of all its names
+
+
+def plan_of(
+    model: nn.Module,
+    layers: Sequence[type[nn.Module]],
+    config: RuntimeConfig,
+    mesh: Mesh,
+    placements: Mapping[str, Placement] | None,
+) -> OwnershipPlan:
+    """Every parameter in even slices of dim 0, which is FSDP2's ``Shard(0)``.
+
+    Raises RoutingError, and ValueError that names 0-d parameters.
+    """
+    parameters = collect(
+        model,
+        layers=layers,
+        matrices_to=Route.ADAMW_OWNER,
+        owner_layout=False,
+        placements=placements,
+    )
+    scalars = [p.name for p in parameters if not p.shape]
+    if scalars:
+        raise ValueError(f"FSDP2 cannot shard 0-d parameters: {', '.join(scalars)}; make them 1-D")
+    settings = replace(config.planner, bytes_per_element=config.compute_dtype.itemsize)
+    topology = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
+    return build_plan(parameters, topology, closed_form_cost(None), settings)
+
+
+def exchange(config: RuntimeConfig, plan: OwnershipPlan, group: dist.ProcessGroup) -> None:
+    """Compare settings and plan over all ranks. Raises PlanMismatchError."""
+    settings = {
+        "line": "A",
+        "parameters": hashlib.sha256(repr(plan.parameters).encode()).hexdigest()[:16],
+        "zero_stage": str(config.zero_stage),
+        "compute": str(config.compute_dtype),
+        "reduce": str(config.reduce_dtype),
+        "master": str(config.master_dtype),
+        "seed": str(config.seed),
+    }
+    for field in fields(config.optimizer):
+        value = getattr(config.optimizer, field.name)
+        parts = fields(value) if is_dataclass(value) else ()
+        settings |= {
+            f"{field.name}.{part.name}": repr(getattr(value, part.name)) for part in parts
+        } or {field.name: repr(value)}
+    exchange_settings(settings, group)
+    exchange_plan(plan, group)
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """``mesh`` as torch's, with the axes replicate, shard and tp; an axis of size 1 is left out,
+    but for shard.  A collective.
+    """
+    sizes = {"replicate": mesh.rows, "shard": mesh.columns, "tp": mesh.tp}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(mesh.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def pieces_of(
+    plan: OwnershipPlan, tensors: Mapping[str, nn.Parameter], mesh: Mesh
+) -> tuple[ShardedPiece, ...]:
+    """What FSDP2 left on this rank of each parameter, in the order of the plan."""
+    pieces = []
+    for parameter in plan.parameters:
+        rows = parameter.piece_shape(mesh.tp_rank)[0]
+        share = -(-rows // mesh.columns)
+        pieces.append(
+            ShardedPiece(
+                parameter=parameter,
+                tensor=tensors[parameter.name],
+                first_row=min(mesh.column * share, rows),
+                tp_rank=mesh.tp_rank,
+                counts=mesh.row == 0 and (parameter.cut is not None or mesh.tp_rank == 0),
+            )
+        )
+    return tuple(pieces)
+
+
+def wrap(
+    model: nn.Module,
+    layers: Sequence[type[nn.Module]],
+    parameters: Sequence[LogicalParameter],
+    config: RuntimeConfig,
+    mesh: Mesh,
+    grids: DeviceMesh,
+    initial: Fill | None,
+) -> tuple[dict[str, nn.Parameter], tuple[FSDPModule, ...]]:
+    """Fill the weights and apply ``fully_shard``, group by group, the root last.
+
+    Returns the sharded parameters by canonical name, and the modules of the groups. Raises
+    ValueError for a weight that only layers share, and where weights are to be taken from the meta
+    device.
+    """
+    data = grids["replicate", "shard"] if mesh.rows > 1 else grids["shard"]
+    holders = _holders(model, parameters)
+    policy = MixedPrecisionPolicy(
+        param_dtype=config.compute_dtype,
+        reduce_dtype=config.reduce_dtype,
+        # As in the owner runtime, the model decides about the dtype of what is no parameter.
+        cast_forward_inputs=False,
+    )
+    modules = []
+    for path, members in _groups(model, layers, parameters).items():
+        for parameter in members:
+            _fill(parameter, holders[parameter.name], config, mesh, initial)
+        module = model.get_submodule(path)
+        mine = {_held(holders[parameter.name]) for parameter in members}
+        fully_shard(
+            module,
+            mesh=data,
+            reshard_after_forward=bool(path) and config.zero_stage == 3,
+            mp_policy=policy,
+            # Weights that the group shares with modules outside are the root's.
+            ignored_params={p for p in module.parameters() if p not in mine} if path else None,
+        )
+        modules.append(module)
+    return {p.name: _held(holders[p.name]) for p in parameters}, tuple(modules)
+
+
+def _holders(model: nn.Module, parameters: Sequence[LogicalParameter]) -> Holders:
+    holders: Holders = {}
+    for parameter in parameters:
+        for name in (parameter.name, *parameter.aliases):
+            path, _, attribute = name.rpartition(".")
+            holders.setdefault(parameter.name, []).append((model.get_submodule(path), attribute))
+    return holders
+
+
+def _held(places: Sequence[tuple[nn.Module, str]]) -> nn.Parameter:
+    module, attribute = places[0]
+    return module._parameters[attribute]  # type: ignore[return-value]
+
+
+def _groups(
+    model: nn.Module,
+    layers: Sequence[type[nn.Module]],
+    parameters: Sequence[LogicalParameter],
+) -> dict[str, list[LogicalParameter]]:
+    """Parameters by the path of the module that is wrapped for them: layers, token tables and heads
+    that are not shared, and the root ("") for the rest, last.
+    """
+    paths = [path for path in layer_paths(model, layers) if path]
+    groups: dict[str, list[LogicalParameter]] = {path: [] for path in paths}
+    inside: dict[str, str] = {}
+    for parameter in parameters:
+        found = {_layer_of(name, paths) for name in (parameter.name, *parameter.aliases)}
+        if len(found) > 1 and "" not in found:
+            raise ValueError(
+                f"{parameter.name} is shared by the layers {', '.join(sorted(found))} alone: FSDP2"
+                " has no group for it; share it with a module outside of the layers too, or give"
+                " each layer its own"
+            )
+        inside[parameter.name] = found.pop() if len(found) == 1 else ""
+    tables = {
+        _module_of(parameter)
+        for parameter in parameters
+        if parameter.kind in (Kind.EMBEDDING, Kind.HEAD)
+        and not (inside[parameter.name] or parameter.aliases)
+        and not list(model.get_submodule(_module_of(parameter)).children())
+    }
+    rest: list[LogicalParameter] = []
+    for parameter in parameters:
+        path, module = inside[parameter.name], _module_of(parameter)
+        if not path and not parameter.aliases and module in tables:
+            path = module
+        (groups.setdefault(path, []) if path else rest).append(parameter)
+    return {**groups, "": rest}
+
+
+def _layer_of(name: str, paths: Sequence[str]) -> str:
+    return next((path for path in paths if name.startswith(f"{path}.")), "")
+
+
+def _module_of(parameter: LogicalParameter) -> str:
+    return parameter.name.rpartition(".")[0]
+
+
+def _fill(
+    parameter: LogicalParameter,
+    places: Sequence[tuple[nn.Module, str]],
+    config: RuntimeConfig,
+    mesh: Mesh,
+    initial: Fill | None,
+) -> None:
+    """Replace a parameter, under all of its names, by this tensor-parallel rank's piece of its
+    initial values in the master dtype.
+    """
+    old = _held(places)
+    if initial is not None:
+        whole = torch.empty(parameter.shape, dtype=config.master_dtype)
+        seed = parameter_seed(config.seed, parameter.name)
+        initial(parameter.name, whole, torch.Generator().manual_seed(seed))
+        piece = cut_piece(whole, parameter, mesh.tp_rank)
+    elif old.is_meta:
+        raise ValueError(f"{parameter.name} is on the meta device: pass initial= to fill it")
+    else:
+        piece = old.detach()
+    value = piece.to(mesh.device, config.master_dtype).contiguous()
+    new = nn.Parameter(value, requires_grad=parameter.trainable)
+    new.__dict__.update(old.__dict__)
+    for module, attribute in places:
+        module._parameters[attribute] = new

@@ -1,0 +1,245 @@
+"""A model under FSDP2 in training: step, state, memory.
+
+Owns ``FullyShardedRuntime``, the handle that a training loop holds in the place of ``Runtime``.
+Invariant: its methods, names and shapes are those of ``Runtime`` with AdamW; state is read from and
+written to FSDP2's own shards. Tested by ``tests/distributed/test_fully_sharded.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from megamuon import mesh as grid
+from megamuon.checkpoint.tensors import StoredTensor
+from megamuon.matrices import LogicalParameter, routing_report
+from megamuon.mesh import Mesh
+from megamuon.ownership.plan import OwnershipPlan
+from megamuon.runtime.config import RuntimeConfig
+from megamuon.runtime.exchange import PieceExchange
+from megamuon.runtime.fully_sharded_step import FullyShardedStep
+from megamuon.runtime.step import StepResult
+
+OPTIMIZER_PREFIX = "optimizer."
+
+
+@dataclass
+class Passes:
+    """What callers read of the owner runtime's engine, as far as FSDP2 has it."""
+
+    version: int = 0  # applied updates and loads
+
+    def finish_reductions(self) -> None:
+        """Nothing to wait for: FSDP2 ends its reductions with the backward pass."""
+
+
+class FullyShardedRuntime:
+    """What ``fully_shard_model`` returns; its methods are those of ``Runtime``."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        plan: OwnershipPlan,
+        config: RuntimeConfig,
+        mesh: Mesh,
+        shard_group: dist.ProcessGroup,
+        exchange: PieceExchange,
+        modules: Sequence[FSDPModule],
+        step: FullyShardedStep,
+        owns_process_group: bool,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self.rank = mesh.data_parallel_rank
+        self.config = config
+        self.mesh = mesh
+        self.groups: tuple[()] = ()  # layer groups are FSDP2's
+        self.engine = Passes()
+        self.exchange = exchange
+        self.traffic = step.traffic  # bytes that this rank has sent
+        self._shard_group = shard_group
+        self._modules = tuple(modules)  # the root last
+        self._step = step
+        self._owns_process_group = owns_process_group
+
+    # --- training --------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes inside keep their whole gradients on the rank; the next one outside
+        reduces the sum.
+        """
+        root = self._modules[-1]
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    def step(
+        self,
+        lr: float,
+        wd: float = 0.0,
+        *,
+        lr_of: Callable[[LogicalParameter], float] | None = None,
+    ) -> StepResult:
+        """Update this rank's rows with the gradients since the last step.
+
+        ``lr_of`` gives a parameter's own learning rate where it is not ``lr``. Collectives: the
+        norm scalar with its riders, and the sum of partial gradients under tensor parallelism.
+        """
+        if any(gradient is not None for gradient in self._whole_gradients()):
+            # Every backward pass was inside ``accumulate``: end one that does reduce.
+            self._modules[-1]._get_fsdp_state()._root_post_backward_final_callback()
+        result = self._step(lr_of or (lambda _: lr), wd)
+        self._reshard()
+        if not result.skipped:
+            self.engine.version += 1
+        return result
+
+    def clear_gradients(self) -> None:
+        """Forget all gradients since the last step."""
+        for piece in self._step.trainable:
+            piece.tensor.grad = None
+        for held in self._fsdp_parameters():
+            held.unsharded_accumulated_grad = None
+            if hasattr(held, "_unsharded_param"):
+                held._unsharded_param.grad = None
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Drop gathered weights that a forward pass without a backward left: they go stale when
+        masters change.
+        """
+        for module in self._modules:
+            module.reshard()
+
+    # --- what FSDP2 does not publish -------------------------------------------------------------
+    # Held, and not yet reduced, gradients have no public name; these are of torch 2.11 to 2.13.
+
+    def _fsdp_parameters(self) -> Iterator[Any]:
+        for module in self._modules:
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                yield from group.fsdp_params
+
+    def _whole_gradients(self) -> Iterator[Tensor | None]:
+        for held in self._fsdp_parameters():
+            yield held.unsharded_accumulated_grad
+            yield held._unsharded_param.grad if hasattr(held, "_unsharded_param") else None
+
+    # --- state -----------------------------------------------------------------------------------
+
+    def state(self, *, optimizer: bool = True, everywhere: bool = False) -> list[StoredTensor]:
+        """This rank's pieces of every weight (by canonical name) and optimizer tensor
+        (``optimizer.<state>.<name>``); the tensors are the live ones.
+
+        Each element is listed by one rank: by the first row of the mesh, and where nothing is cut
+        by the first tensor-parallel rank; a scalar by the first holder. With ``everywhere`` (what a
+        load wants) all ranks list all that they hold.
+        """
+        found: list[StoredTensor] = []
+        for piece in self._step.pieces:
+            name = piece.parameter.name
+            if not piece.master.numel() or not (piece.counts or everywhere):
+                continue
+            found.append(piece.stored(name, piece.master))
+            first = piece.first_row == 0 and self.mesh.row == 0 and piece.tp_rank == 0
+            for key, tensor in (self._step.state.get(name, {}) if optimizer else {}).items():
+                stored = f"{OPTIMIZER_PREFIX}{key}.{name}"
+                if tensor.ndim:
+                    found.append(piece.stored(stored, tensor))
+                elif everywhere or first:
+                    found.append(StoredTensor(name=stored, shape=(), offset=(), data=tensor))
+        return found
+
+    def loaded(self) -> None:
+        """Masters were written from outside: gathered weights are stale now."""
+        self._reshard()
+        self.engine.version += 1
+
+    @torch.no_grad()
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights by canonical name in the compute dtype, one gathered at a time.
+
+        A collective: every rank iterates to the end.
+        """
+        ranks = self.mesh.columns
+        for piece in self._step.pieces:
+            parameter = piece.parameter
+            shape = parameter.piece_shape(self.mesh.tp_rank)
+            size = (-(-shape[0] // ranks), *shape[1:])
+            mine = piece.master.new_zeros(size, dtype=self.config.compute_dtype)
+            mine[: len(piece.master)].copy_(piece.master)
+            parts = [torch.empty_like(mine) for _ in range(ranks)]
+            dist.all_gather(parts, mine, group=self._shard_group)
+            nbytes = (ranks - 1) * mine.numel() * mine.element_size()
+            self.traffic.sent("gather", "shard", nbytes)
+            local = torch.cat(parts)[: shape[0]]
+            if parameter.cut is not None:
+                local = self.exchange.everywhere([parameter], [local])[parameter.name]
+            yield parameter.name, local
+
+    def parameter_norm(self) -> float:
+        """L2 norm of all parameters, each element once.  A collective of one scalar."""
+        total = torch.zeros(1, dtype=torch.float64)
+        for piece in self._step.pieces:
+            if piece.counts:
+                total += piece.master.detach().to("cpu", torch.float64).square().sum()
+        total = total.to(self.mesh.device)
+        dist.all_reduce(total, group=self._step.world)
+        return float(total.sqrt())
+
+    # --- reports ---------------------------------------------------------------------------------
+
+    def report(self) -> str:
+        """Routes, reasons and counts."""
+        return routing_report(self.plan.parameters)
+
+    def copied_share(self) -> float:
+        """Share of the gradient bytes that were copied on their way: FSDP2 copies all into its
+        reductions.
+        """
+        return 1.0
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds right now, by the kinds of ``Runtime.memory``; masters with
+        FSDP2's padding.
+        """
+        held = list(self._fsdp_parameters())
+        whole = [h._unsharded_param.grad for h in held if hasattr(h, "_unsharded_param")]
+        windows = [piece.gradient for piece in self._step.trainable]
+        state = [t for tensors in self._step.state.values() for t in tensors.values()]
+        return {
+            "masters": _bytes(piece.master for piece in self._step.pieces),
+            "windows": _bytes(windows),
+            "optimizer_state": _bytes(state),
+            "gathered_weights": _bytes(t for h in held for t in h.all_gather_outputs),
+            "gradient_slots": _bytes(whole),
+            "accumulators": _bytes(h.unsharded_accumulated_grad for h in held),
+            "leader_copies": 0,
+        }
+
+    def close(self) -> None:
+        """End the process group that ``fully_shard_model`` started for itself, if it did."""
+        if self._owns_process_group:
+            self._owns_process_group = False
+            grid.destroy()
+
+
+def _bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind ``tensors``, each once."""
+    storages = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,167 @@
+"""The cross-step publish: new weights from owners to the leaders of the other rows.
+
+Owns the leader copies of this rank, which step each of them must hold, and the order in which a
+step publishes. Invariants: a parameter's expected version is a function of the steps alone, equal
+on all ranks; a copy is used only if its header carries exactly that version; a column publishes in
+one recorded order. Tested by ``tests/distributed/test_cross_step.py`` and the equivalence tests.
+
+[Note: versions, not flags]
+
+With several rows an owner is one rank of the whole cluster. Each other row has a *leader* for its
+matrices, the rank in the owner's column, with a resident copy in the compute dtype that its row
+gathers from. After an update the owner sends the new weights to the leaders while later updates and
+the next forward pass run. A leader must never gather an old copy, and a boolean "arrived" cannot
+tell this step's arrival from the last one's. So each message begins with the number of the update
+that made it, each rank knows which number each parameter must have, and a gather waits for exactly
+the parameters it is about to read. A step that is skipped, or that leaves a parameter untouched,
+changes no expected number and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamuon.collectives.publish import LeaderCopies, Publisher
+from megamuon.collectives.traffic import Traffic
+from megamuon.matrices import Layout
+from megamuon.mesh import Mesh
+from megamuon.ownership.plan import OwnershipPlan
+from megamuon.runtime.layer_group import LayerGroup, LocalSegment
+
+
+class Publication:
+    """Leader copies and their traffic, for a grid of several rows."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        plan: OwnershipPlan,
+        mesh: Mesh,
+        *,
+        column_group: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        traffic: Traffic,
+        synchronous: bool,
+    ) -> None:
+        self.synchronous = synchronous
+        self._row = mesh.row
+        self._place = {p.name: place for place, p in enumerate(plan.parameters)}
+        led = [parameter for group in groups for parameter in group.led]
+        self._led = {self._place[p.name] for p in led}
+        self.copies = LeaderCopies(
+            {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}, dtype, device
+        )
+        self.publisher = Publisher(
+            self.copies,
+            names={self._place[p.name]: p.name for p in led},
+            owner_rows={
+                self._place[p.name]: plan.topology.row_of(plan.owner_of(p.name)) for p in led
+            },
+            group=column_group,
+            row=mesh.row,
+            traffic=traffic,
+        )
+        self._owned_rows = {
+            p.name: plan.topology.row_of(plan.owner_of(p.name))
+            for p in plan.parameters
+            if p.layout is Layout.OWNER
+        }
+        self.expected = dict.fromkeys(self._led, 0)  # applied updates that each copy must hold
+        self._of_group = {
+            group.index: tuple(self._place[p.name] for p in group.led) for group in groups
+        }
+        for group in groups:
+            group.gather_from({p.name: self.payload(p.name) for p in group.led})
+        self._masters = self._owned_masters(groups)
+        self._queue: list[int] = []
+        self._updated: set[int] = set()
+
+    def _owned_masters(self, groups: Sequence[LayerGroup]) -> dict[int, LocalSegment]:
+        return {
+            self._place[segment.parameter.name]: segment
+            for group in groups
+            for segment in group.local
+            if self._place[segment.parameter.name] in self._led
+        }
+
+    def payload(self, name: str) -> Tensor:
+        """The resident copy ``(numel,)`` of a parameter that this rank leads."""
+        return self.copies.payload(self._place[name])
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def begin(self, names: Sequence[str], version: int) -> None:
+        """The parameters in ``names`` (in the order of their updates) get ``version``; every rank
+        of a column calls this at the same point.
+        """
+        order = [self._place[name] for name in names if self._place[name] in self._led]
+        self.publisher.expect(order, version)
+        self.expected.update(dict.fromkeys(order, version))
+        self._queue = [index for index in order if index in self._masters]
+        self._updated.clear()
+
+    def updated(self, name: str) -> None:
+        """The master of an owned parameter has its new values: send it, and what waited for it."""
+        place = self._place[name]
+        if place not in self._masters:
+            return  # a slice: every row updates its own
+        self._updated.add(place)
+        while self._queue and self._queue[0] in self._updated:
+            self._send(self._queue.pop(0))
+
+    def _send(self, index: int) -> None:
+        self.copies.payload(index).copy_(self._masters[index].master)
+        self.publisher.publish(index)
+
+    def end(self) -> None:
+        """All updates of the step are done."""
+        if self._queue:
+            raise RuntimeError(
+                f"{len(self._queue)} parameters were announced and not updated:"
+                f" {self.publisher.names[self._queue[0]]} first"
+            )
+        self.publisher.finish_round()
+        if self.synchronous:
+            self.publisher.drain()
+
+    def republish(self, version: int) -> None:
+        """Masters were written from outside: send all of them.  Every rank calls this."""
+        self.begin(list(self._owned_rows), version)
+        for index in tuple(self._queue):
+            self._send(index)
+        self._queue.clear()
+        self.end()
+
+    # --- a gather --------------------------------------------------------------------------------
+
+    def arrived(self, group: LayerGroup) -> bool:
+        """Whether ``wait`` would return soon; never blocks. Says when to prefetch, not what may be
+        read: a copy whose header has arrived may still lack the end of its payload.
+        """
+        if self.copies.buffer.is_cuda:
+            return True  # the stream waits, not this thread
+        indices = self._of_group[group.index]
+        return all(self.copies.version(index) == self.expected[index] for index in indices)
+
+    def wait(self, group: LayerGroup) -> None:
+        """Block until the copies that ``group`` gathers from hold exactly the expected updates."""
+        self.publisher.wait(self._of_group[group.index], self.expected)
+
+    def close(self) -> None:
+        """Let everything in flight arrive."""
+        self.publisher.drain()
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that gathers have spent waiting for copies."""
+        return self.publisher.waited_seconds
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the leader copies, headers included."""
+        return self.copies.resident_bytes
