@@ -154,6 +154,7 @@ class Transport(abc.ABC):
         self.wire_dtype = wire_dtype
         self.traffic = traffic
         self.axis = axis
+        self.gather_operation = "gather"  # what gathers are counted as
         self.world = dist.get_world_size(gather_group) if gather_group is not None else 1
         self.rank = dist.get_rank(gather_group) if gather_group is not None else 0
 
@@ -196,7 +197,7 @@ class Transport(abc.ABC):
     def count_gather(self, buffer: Tensor, table: GatherTable) -> None:
         """A gather sends this rank's segments to each other member."""
         own = table.sizes[self.rank] * buffer.element_size()
-        self.count("gather", own * (self.world - 1))
+        self.count(self.gather_operation, own * (self.world - 1))
 
     def count_reduction(self, table: ReduceTable) -> None:
         """A reduction sends each other member its segments, in the wire dtype."""

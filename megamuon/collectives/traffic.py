@@ -8,7 +8,7 @@ formulas.  What is counted is the logical payload, each collective in the dtype 
 * a publish: header and payload, once for each other row;
 * padding, where an operation pads (the ``padded`` transport), because it travels as well.
 
-Not counted: bytes that stay on the rank, protocol headers, retransmission, and what a library's
+Not counted: what tensor parallelism sends inside the model's layers; bytes that stay on the rank, protocol headers, retransmission, and what a library's
 algorithm adds on its own account (Gloo's and NCCL's rings forward other ranks' data).  So the sum
 over the ranks is the volume that the algorithm needs, and it compares with formulas such as
 2(N-1)P.  Invariant: a count only grows until ``reset``. Tested by
@@ -24,7 +24,7 @@ OPERATIONS = (
     "norm",
     "tp_gather",
     "tp_scatter",
-    "tp_activation",
+    "tp_gradient",
     "matrix_gather",
 )
 AXES = ("shard", "replicate", "tp", "data", "world")

@@ -124,7 +124,7 @@ def build_parts(
             plan,
             mesh,
             column_group=publish_group,
-            dtype=config.compute_dtype,
+            dtype=config.sent_dtype,
             device=device,
             traffic=traffic,
             synchronous=config.publish == "sync",
@@ -144,8 +144,11 @@ def build_parts(
         zero_stage=config.zero_stage,
         kept=kept_groups(groups),
         agree=lambda values: integers_of_rank_zero(values, grid.world, device),
+        sent_dtype=config.sent_dtype,
         publication=publication,
-        sum_over_tp=(lambda parts: sum_in_order(parts, gradient_group)) if mesh.tp > 1 else None,
+        sum_over_tp=(lambda parts: sum_in_order(parts, gradient_group, traffic))
+        if mesh.tp > 1
+        else None,
     )
     matrices = None
     if config.optimizer.whole_matrices:

@@ -64,6 +64,7 @@ class RuntimeConfig:
     matrix_update: str = "owner"  # or gather: every rank works on every whole matrix (line B)
     publish: str = "async"  # HSDP: or sync, a step returns when all leaders have the new weights
     compute_dtype: torch.dtype = torch.float32
+    gather_dtype: torch.dtype | None = None  # what gathers and publishes send; None: compute_dtype
     reduce_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype = torch.float32  # float64 in tests
     owner_layout: bool = True  # False: every parameter in even slices
@@ -85,6 +86,14 @@ class RuntimeConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose {' or '.join(choices)}")
+        if (
+            self.gather_dtype is not None
+            and self.gather_dtype.itemsize > self.compute_dtype.itemsize
+        ):
+            raise ValueError(
+                f"gather_dtype={self.gather_dtype}: wider than the compute dtype"
+                f" {self.compute_dtype}, which would only be rounded on arrival"
+            )
         wide = torch.float64 in (self.compute_dtype, self.master_dtype, self.reduce_dtype)
         dtypes = {self.compute_dtype, self.master_dtype, self.reduce_dtype}
         if wide and dtypes != {torch.float64}:
@@ -101,3 +110,8 @@ class RuntimeConfig:
                     f"{self.optimizer.matrices} needs whole matrices: owner_layout=False goes with"
                     " matrix_update='gather', or with matrices='adam'"
                 )
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """What gathers and publishes send."""
+        return self.gather_dtype or self.compute_dtype

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from megamuon.collectives import StagedWork, Transport, TwoStageTable
+from megamuon.collectives import StagedWork, Transport, TwoStageTable, Work
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.order import Cursor, recorded_order
 from megamuon.runtime.publish import Publication
@@ -62,12 +62,14 @@ class Engine:
         zero_stage: int,
         kept: set[int],
         agree: Callable[[tuple[int, ...]], tuple[int, ...]],
+        sent_dtype: torch.dtype | None = None,
         publication: Publication | None = None,
         sum_over_tp: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.transport = transport
         self.publication = publication
+        self._sent_dtype = sent_dtype
         self._reduce_slots = reduce
         self._sum_over_tp = sum_over_tp
         self.zero_stage = zero_stage
@@ -167,9 +169,27 @@ class Engine:
         if self.publication is not None:
             self.publication.wait(group)
         group.weights.revive()
-        group.write_sources()
-        group.gathering = self.transport.all_gather_v(group.weights.raw, group.gather_table)
+        raw = group.weights.raw
+        if self._sent_dtype in (None, raw.dtype):
+            group.write_sources()
+            group.gathering = self.transport.all_gather_v(raw, group.gather_table)
+        else:
+            group.gathering = self._gather_narrow(group, raw)
         group.version = self.version
+
+    def _gather_narrow(self, group: LayerGroup, raw: Tensor) -> Work:
+        """Gather in the dtype that is sent and widen on arrival, this rank's own segments too: all
+        ranks must compute with the same numbers.
+        """
+        packed = torch.empty_like(raw, dtype=self._sent_dtype)
+        group.write_sources(packed)
+        work = self.transport.all_gather_v(packed, group.gather_table)
+
+        def finish() -> None:
+            work.wait()
+            raw.copy_(packed)
+
+        return Work(finish=finish, keep=(packed,), name="gather")
 
     # --- backward --------------------------------------------------------------------------------
 

@@ -122,14 +122,19 @@ def cut_piece(whole: Tensor, parameter: LogicalParameter, tp_rank: int) -> Tenso
     return whole.narrow(parameter.cut.dim, low, high - low)
 
 
-def sum_in_order(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+def sum_in_order(
+    parts: Sequence[Tensor], group: dist.ProcessGroup | None, traffic: Traffic | None = None
+) -> None:
     """Replace tensors by their sums over ``group``, taken in rank order, so that all ranks get the
     same bits whatever the library's own algorithm does.
     """
     if group is None or not parts:
         return
     packed = torch.cat([part.reshape(-1) for part in parts])
-    everyone = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
+    world = dist.get_world_size(group)
+    if traffic is not None:
+        traffic.sent("tp_gradient", "tp", (world - 1) * packed.numel() * packed.element_size())
+    everyone = [torch.empty_like(packed) for _ in range(world)]
     dist.all_gather(everyone, packed, group=group)
     total = everyone[0].to(torch.promote_types(packed.dtype, torch.float32), copy=True)
     for other in everyone[1:]:

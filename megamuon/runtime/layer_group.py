@@ -158,9 +158,12 @@ class LayerGroup:
         # With several rows a leader's copy is what its row gathers from, the owner's own included.
         self.led = tuple(led)
         names = {parameter.name for parameter in led}
-        direct = [s for s in local if s.parameter.name not in names]
-        self._sources = [s.master for s in direct]
-        self._places = [self.weights.raw_piece(s.parameter.name, s.start, s.stop) for s in direct]
+        self._sources: list[Tensor] = []
+        self._places: list[Tensor] = []  # views of the compute buffer
+        self._spans: list[tuple[int, int]] = []  # the same places as offsets and sizes
+        for segment in local:
+            if segment.parameter.name not in names:
+                self._add_source(segment.parameter.name, segment.start, segment.master)
 
     def _make_windows(
         self,
@@ -185,9 +188,14 @@ class LayerGroup:
         ``(numel,)``.
         """
         for parameter in self.led:
-            self._sources.append(copies[parameter.name])
-            numel = parameter.piece_numel(self.tp_rank)
-            self._places.append(self.weights.raw_piece(parameter.name, 0, numel))
+            self._add_source(parameter.name, 0, copies[parameter.name])
+
+    def _add_source(self, name: str, start: int, values: Tensor) -> None:
+        """``values`` are what this rank contributes of a parameter, from element ``start`` on."""
+        numel = values.numel()
+        self._sources.append(values)
+        self._places.append(self.weights.raw_piece(name, start, start + numel))
+        self._spans.append((self.weights.layout.offsets[name] + start, numel))
 
     def install(
         self,
@@ -211,12 +219,16 @@ class LayerGroup:
                 self.slots[parameter.name] = slot
             setattr(parameters[parameter.name], SLOT, slot)
 
-    def write_sources(self) -> None:
+    def write_sources(self, packed: Tensor | None = None) -> None:
         """Cast this rank's masters and leader copies into its segments of the (live) compute
-        buffer.
+        buffer, or of a flat tensor of the same layout.
         """
-        if self._places:
-            torch._foreach_copy_(self._places, self._sources)
+        if not self._places:
+            return
+        places = self._places
+        if packed is not None:
+            places = [packed[start : start + numel] for start, numel in self._spans]
+        torch._foreach_copy_(places, self._sources)
 
     def wait_gathered(self) -> None:
         """Block until the weights are in place."""

@@ -123,7 +123,7 @@ def _plan(
 ) -> OwnershipPlan:
     mesh = grid.mesh
     topology = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
-    planner = replace(config.planner, bytes_per_element=config.compute_dtype.itemsize)
+    planner = replace(config.planner, bytes_per_element=config.sent_dtype.itemsize)
     if planner.policy == "lpt" and not muon_shapes(parameters):
         # Without Newton-Schulz every unit costs nothing and time cannot tell ranks apart.
         planner = replace(planner, policy="numel")
@@ -162,6 +162,7 @@ def _agreed_settings(
         "publish": config.publish,
         "collectives": config.collectives,
         "compute": str(config.compute_dtype),
+        "sent": str(config.sent_dtype),
         "reduce": str(config.reduce_dtype),
         "master": str(config.master_dtype),
         "seed": str(config.seed),
