@@ -1,4 +1,4 @@
-"""Pretrain a dense decoder: providers and a forward step for ``megamuon.training.pretrain``.
+"""Pretrain a decoder: providers and a forward step for ``megamuon.training.pretrain``.
 
 Start it alone, or on several ranks::
 
@@ -29,14 +29,20 @@ from megamuon.training import (
 )
 
 
-def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_function(
+    loss_mask: Tensor, losses: Tensor, balance: Tensor | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum of the token losses (nats) that the mask keeps, their number, and the report of both.
 
-    ``loss_mask`` and ``losses`` are ``(micro_batch, positions)``.
+    ``loss_mask`` and ``losses`` are ``(micro_batch, positions)``.  ``balance`` is the
+    load-balancing loss of the pass: reported only, its gradient comes with the losses.
     """
     mask = loss_mask.to(losses.dtype)
     total, count = (losses * mask).sum(), mask.sum()
-    return total, count, {"lm loss": torch.stack([total.detach(), count])}
+    report = {"lm loss": torch.stack([total.detach(), count])}
+    if balance is not None:
+        report["load_balancing_loss"] = balance.detach()
+    return total, count, report
 
 
 def forward_step(
@@ -53,7 +59,8 @@ def forward_step(
         labels=batch["labels"],
         document_ids=batch.get("document_ids"),  # with --reset-attention-mask
     )
-    return losses, partial(loss_function, batch["loss_mask"])
+    balance = getattr(model, "auxiliary_loss", None)  # of a mixture of experts
+    return losses, partial(loss_function, batch["loss_mask"], balance=balance)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

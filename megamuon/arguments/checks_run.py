@@ -1,4 +1,4 @@
-"""Checks of owners, recompute, checkpoints, data, tokenizer, logs, profiles and exits.
+"""Checks of recompute, checkpoints, data, tokenizer, logs, profiles and exits.
 
 Invariant: every check is a pure function of the resolved configuration that returns *all* its
 problems, one line each with the flag, its value and what to change; no check raises, prints or
@@ -12,24 +12,6 @@ import re
 
 from megamuon.arguments.config import Config
 from megamuon.arguments.facts import Facts
-
-
-def check_ownership(config: Config, facts: Facts) -> list[str]:
-    """Layouts that this version can run, and where costs come from."""
-    ownership, problems = config.ownership, []
-    if ownership.param_layout == "even" and config.optimizer.optimizer == "muon":
-        problems.append(
-            "--param-layout even with --optimizer muon: the line that gathers whole matrices for "
-            "the update is not in "
-            "this version; use --param-layout owner, or --optimizer adam or sgd"
-        )
-    if ownership.ns_cost == "file" and ownership.ns_cost_file is None:
-        problems.append("--ns-cost file: needs --ns-cost-file")
-    if ownership.ns_cost != "file" and ownership.ns_cost_file is not None:
-        problems.append(f"--ns-cost-file {ownership.ns_cost_file}: needs --ns-cost file")
-    if ownership.ns_cost_cache is not None and ownership.ns_cost != "measured":
-        problems.append(f"--ns-cost-cache {ownership.ns_cost_cache}: needs --ns-cost measured")
-    return problems
 
 
 def check_recompute(config: Config, facts: Facts) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from megamuon.arguments.config import Config, specs_by_dest, values_from_config
+from megamuon.arguments.derive import data_parallel_size
 from megamuon.arguments.facts import Facts
 
 
@@ -131,7 +132,7 @@ def _check_batch(kind: str, batch: int | None, micro: int | None, world: int) ->
         return []
     return [
         f"--{kind}global-batch-size {batch}: not a multiple of --{kind}micro-batch-size {micro} "
-        f"times {world} ranks; "
+        f"times {world} data-parallel ranks; "
         f"use a multiple of {micro * world}"
     ]
 
@@ -139,15 +140,13 @@ def _check_batch(kind: str, batch: int | None, micro: int | None, world: int) ->
 def check_batches(config: Config, facts: Facts) -> list[str]:
     """Global batches must be whole numbers of micro-batches on every rank."""
     training, validation = config.training, config.validation
-    problems = _check_batch(
-        "", training.global_batch_size, training.micro_batch_size, facts.world_size
-    )
-    if facts.explicit & {"eval_global_batch_size", "eval_micro_batch_size"}:
+    ranks = data_parallel_size(config.parallel.tensor_model_parallel_size, facts.world_size)
+    problems: list[str] = []
+    if ranks is not None:  # else that is a problem of its own
+        problems += _check_batch("", training.global_batch_size, training.micro_batch_size, ranks)
+    if ranks is not None and facts.explicit & {"eval_global_batch_size", "eval_micro_batch_size"}:
         problems += _check_batch(
-            "eval-",
-            validation.eval_global_batch_size,
-            validation.eval_micro_batch_size,
-            facts.world_size,
+            "eval-", validation.eval_global_batch_size, validation.eval_micro_batch_size, ranks
         )
     if training.manual_gc_interval and not training.manual_gc:
         problems.append(

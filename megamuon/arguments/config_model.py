@@ -15,7 +15,7 @@ from megamuon.arguments.schema import flag
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Architecture of a dense decoder; a preset fills what the command line leaves out."""
+    """Architecture of a decoder; a preset fills what the command line leaves out."""
 
     model: str | None = flag(None, "architecture preset; explicit flags win over it")
     num_layers: int | None = flag(None, "decoder layers", low=1)
@@ -74,6 +74,43 @@ class ModelFlags:
         False, "softmax of the unfused attention in FP32; the kernels always do so"
     )
     seq_length: int | None = flag(None, "tokens per training sample", low=1)
+    num_experts: int | None = flag(
+        None, "experts of each layer; its MLP is a single one when not given", low=1
+    )
+    moe_router_topk: int = flag(2, "experts that a token goes to", low=1)
+    moe_ffn_hidden_size: int | None = flag(
+        None, "width of an expert; --ffn-hidden-size when not given", low=1
+    )
+    moe_shared_expert_intermediate_size: int | None = flag(
+        None, "width of the expert that every token goes to; there is none when not given", low=1
+    )
+    moe_shared_expert_gate: bool = flag(False, "weigh the shared expert by a sigmoid per token")
+    moe_router_norm_topk_prob: bool = flag(
+        True,
+        "leave the weights of the chosen experts as the softmax over all experts gave them "
+        "(else they sum to 1)",
+        off_names=("--no-moe-router-norm-topk-prob",),
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "none"] = flag(
+        "aux_loss", "what keeps experts evenly used"
+    )
+    moe_aux_loss_coeff: float = flag(0.0, "weight of the load-balancing loss", low=0.0)
+    moe_aux_loss_scope: Literal["model", "layer"] = flag(
+        "model",
+        "tokens that the load-balancing loss pools before its product: those of all layers "
+        "(Qwen), or of each layer (Megatron)",
+    )
+    moe_expert_capacity_factor: float | None = flag(
+        None,
+        "an expert takes at most so many times its even share; no token is dropped when not given",
+        above=0.0,
+    )
+    moe_token_drop_policy: Literal["probs", "position"] = flag(
+        "probs", "tokens that a full expert keeps: the likeliest, or the first in the batch"
+    )
+    moe_grouped_gemm: bool = flag(
+        False, "one grouped matrix product for all experts, where torch has one for the device"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

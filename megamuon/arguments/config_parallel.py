@@ -18,13 +18,34 @@ def _number_or_none(word: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
-    """How parameters are sharded over the data-parallel ranks."""
+    """How the model lies on the ranks: rows and columns of data-parallel ranks, and the
+    tensor-parallel ranks behind each of them.
+    """
 
-    sharding: Literal["fsdp"] = flag("fsdp", "shard over all ranks as one row")
-    zero_stage: Literal[2, 3] = flag(
+    sharding: Literal["fsdp", "hsdp"] = flag(
+        "fsdp",
+        "fsdp: shard over all data-parallel ranks as one row; hsdp: replicas (rows) of "
+        "--shard-size ranks, one owner per matrix in the whole grid",
+    )
+    shard_size: int | None = flag(
+        None,
+        "data-parallel ranks of a row with --sharding hsdp; those of a node when not given",
+        low=1,
+    )
+    zero_stage: Literal[1, 2, 3] = flag(
         3,
         "3: parameters are released after the forward and gathered again; 2: kept until the "
-        "backward",
+        "backward; 1: whole parameters stay resident, a baseline for --sharding fsdp",
+    )
+    publish: Literal["async", "sync"] = flag(
+        "async",
+        "--sharding hsdp: new weights travel to the rows behind later updates and the next "
+        "forward, or before the step ends",
+    )
+    tensor_model_parallel_size: int = flag(1, "ranks that share the work of each layer", low=1)
+    sequence_parallel: bool = flag(
+        False,
+        "split norms and residuals along the sequence over the tensor-parallel ranks",
     )
     gradient_reduction: Literal["micro-batch", "step"] = flag(
         "micro-batch", "reduce gradients after every micro-batch, or once per step from FP32 sums"
@@ -35,26 +56,38 @@ class ParallelFlags:
 class OwnershipFlags:
     """Who owns which matrix, and what that is decided from."""
 
-    line: Literal["C"] = flag(
+    line: Literal["A", "B", "C", "M"] = flag(
         "C",
-        "preset of the next three flags; C = owner layout, grouped collectives, update on the "
-        "owner",
+        "preset of the next three flags; A = torch FSDP2 with AdamW; B = even slices, every rank "
+        "updates whole matrices; C = owners; M = owners by segments sent point to point",
     )
     param_layout: Literal["owner", "even"] = flag(
         "owner",
         "owner: whole parameters on one rank each; even: equal slices of dim 0 on every rank",
     )
-    collectives: Literal["grouped", "per_owner"] = flag(
-        "grouped", "one call per layer group, or one call per owner in it"
+    collectives: Literal["grouped", "per_owner", "p2p", "padded", "fsdp2"] = flag(
+        "grouped",
+        "one call per layer group; one per owner in it; a schedule of sends and receives; one "
+        "call of equal, padded shares; or those of torch's fully_shard",
     )
-    matrix_update: Literal["owner"] = flag("owner", "where the matrix optimizer runs")
-    owner_planner: Literal["lpt", "numel", "round_robin"] = flag(
-        "lpt", "assign by Newton-Schulz time (longest first), by elements, or in turns"
+    matrix_update: Literal["owner", "gather", "none"] = flag(
+        "owner",
+        "where the matrix optimizer runs: on the owner, on every rank after gathering, or nowhere",
+    )
+    owner_planner: Literal[
+        "lpt", "numel", "round_robin", "role_greedy", "scope_greedy", "cost_aware"
+    ] = flag(
+        "lpt",
+        "assign by Newton-Schulz time (longest first), by elements, or in turns; the last three "
+        "are those of line M: per layer, over all layers, or whichever of the two fits",
     )
     owner_unit_threshold: int = flag(
         5_000_000,
         "parameters of so many elements are units of their own; smaller ones of a layer merge",
         low=0,
+    )
+    merge_experts: bool = flag(
+        False, "let the small matrices of experts merge into units like all others"
     )
     owner_byte_cap: float | None = flag(
         0.1,

@@ -48,10 +48,12 @@ class TrainingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
-    """Muon on matrices and AdamW on the rest, or one of AdamW and SGD on everything."""
+    """A matrix optimizer with AdamW for the rest, or AdamW or SGD for everything."""
 
-    optimizer: Literal["muon", "adam", "sgd"] = flag(
-        "muon", "optimizer of the matrices; adam is AdamW (adamw is the same) on everything"
+    optimizer: Literal["muon", "adam", "sgd", "normuon", "shampoo", "soap"] = flag(
+        "muon",
+        "optimizer of the matrices, with AdamW for the rest; adam (adamw is the same) and sgd are "
+        "for everything",
     )
     weight_decay: float = flag(0.01, "decoupled decay; not on biases and 1-D parameters", low=0.0)
     start_weight_decay: float | None = flag(
@@ -67,6 +69,40 @@ class OptimizerFlags:
     adam_beta2: float = flag(0.999, "decay of AdamW's second moment", low=0.0, below=1.0)
     adam_eps: float = flag(1e-8, "added to AdamW's denominator", above=0.0)
     sgd_momentum: float = flag(0.9, "momentum of SGD", low=0.0, below=1.0)
+    normuon_beta2: float = flag(
+        0.95,
+        "decay of NorMuon's second moment of each row; the muon flags hold too",
+        low=0.0,
+        below=1.0,
+    )
+    normuon_eps: float = flag(1e-10, "added to NorMuon's denominator", above=0.0, below=1.0)
+    shampoo_beta1: float = flag(0.9, "decay of Shampoo's momentum", low=0.0, below=1.0)
+    shampoo_beta2: float = flag(1.0, "decay of Shampoo's factors; 1 sums them", above=0.0, high=1.0)
+    shampoo_eps: float = flag(1e-12, "added to the factors' eigenvalues", above=0.0)
+    shampoo_precondition_frequency: int = flag(
+        1, "steps from one inversion of the factors to the next", low=1
+    )
+    shampoo_max_preconditioner_dim: int = flag(
+        1024, "dims above this are split into blocks with factors of their own", low=1
+    )
+    shampoo_grafting: Literal["none", "sgd", "adagrad", "rmsprop", "adam"] = flag(
+        "none", "rule whose step sizes Shampoo takes; none = its own"
+    )
+    soap_variant: Literal["nikhilvyas", "fb"] = flag(
+        "nikhilvyas", "SOAP as its authors wrote it, or as facebookresearch/optimizers does"
+    )
+    soap_beta1: float = flag(0.95, "decay of SOAP's first moment", low=0.0, below=1.0)
+    soap_beta2: float = flag(0.95, "decay of SOAP's second moment", low=0.0, below=1.0)
+    soap_shampoo_beta: float | None = flag(
+        None, "decay of SOAP's factors; --soap-beta2 when not given", low=0.0, below=1.0
+    )
+    soap_eps: float = flag(1e-8, "added to SOAP's denominator", above=0.0)
+    soap_precondition_frequency: int = flag(
+        10, "steps from one refresh of SOAP's bases to the next", low=1
+    )
+    soap_max_precond_dim: int = flag(
+        10000, "dims above this keep the identity as their basis", low=1
+    )
     muon_preset: Literal["megamuon", "torch"] = flag(
         "megamuon", "megamuon: the flags below; torch: bit for bit what torch.optim.Muon does"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megamuon.arguments.config import specs_by_dest
 from megamuon.arguments.facts import Facts
 
 DEFAULT_SPLIT = "969, 30, 1"
@@ -20,16 +21,34 @@ def _model(values: dict[str, Any]) -> None:
     if values["ffn_hidden_size"] is None and hidden is not None:
         # A gated MLP has three matrices instead of two: 2/3 of the width, in multiples of 64.
         values["ffn_hidden_size"] = 8 * hidden // 192 * 64 if values["swiglu"] else 4 * hidden
+    if values["num_experts"] is not None and values["moe_ffn_hidden_size"] is None:
+        values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
     if values["kv_channels"] is None and hidden and heads and hidden % heads == 0:
         values["kv_channels"] = hidden // heads
     if not values["group_query_attention"] and values["num_query_groups"] == 1 and heads:
         values["num_query_groups"] = heads  # readers need one field, whatever the attention
 
 
+def data_parallel_size(tensor_parallel_size: int, world_size: int) -> int | None:
+    """Ranks that see different samples; None where the ranks do not divide."""
+    whole = tensor_parallel_size > 0 and world_size % tensor_parallel_size == 0
+    return world_size // tensor_parallel_size if whole else None
+
+
+def _shards(values: dict[str, Any], facts: Facts) -> None:
+    """A row is a node: the ranks that the launcher started here, less their tp partners."""
+    if values["sharding"] != "hsdp" or values["shard_size"] is not None:
+        return
+    if "shard_size" not in facts.unusable:
+        local = facts.local_world_size or facts.world_size
+        values["shard_size"] = data_parallel_size(values["tensor_model_parallel_size"], local)
+
+
 def _batches(values: dict[str, Any], world_size: int) -> None:
     micro = values["micro_batch_size"]
+    ranks = data_parallel_size(values["tensor_model_parallel_size"], world_size)
     if values["global_batch_size"] is None and micro is not None and micro > 0:
-        values["global_batch_size"] = micro * world_size
+        values["global_batch_size"] = micro * (ranks or world_size)
     if values["eval_micro_batch_size"] is None:
         values["eval_micro_batch_size"] = micro
     if values["eval_global_batch_size"] is None:
@@ -58,15 +77,54 @@ def derive(values: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Any], lis
     """Fill what follows from other values.  Returns all values and the notes to print."""
     filled, notes = dict(values), []
     _model(filled)
+    _shards(filled, facts)
     _batches(filled, facts.world_size)
     _schedules(filled)
     _outputs(filled)
     if filled["data_path"] and filled["split"] is None and "split" not in facts.unusable:
         filled["split"] = DEFAULT_SPLIT
         notes.append(f"--split was not given: {DEFAULT_SPLIT} is used")
-    if filled["optimizer"] != "muon":
-        idle = sorted(d for d in facts.explicit if d.startswith(("muon_", "ns_")))
-        if idle:
-            flags = ", ".join("--" + dest.replace("_", "-") for dest in idle)
-            notes.append(f"--optimizer {filled['optimizer']}: no effect of {flags}")
+    notes += _idle_flags(filled, facts)
     return filled, notes
+
+
+# Dests that begin so belong to these optimizers; costs of Newton-Schulz stand for any of the first
+# four where owners are chosen.
+_MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
+_OPTIMIZER_FLAGS = {
+    "muon_": ("muon", "normuon"),
+    "ns_form": ("muon", "normuon"),
+    "ns_dtype": ("muon", "normuon"),
+    "ns_restarts": ("muon", "normuon"),
+    "ns_cost": _MATRIX_OPTIMIZERS,
+    "normuon_": ("normuon",),
+    "shampoo_": ("shampoo",),
+    "soap_": ("soap",),
+}
+
+
+def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
+    """A note for each kind of flags that were given and that nothing will read."""
+    notes = []
+    idle = sorted(
+        dest
+        for dest in facts.explicit
+        for start, optimizers in _OPTIMIZER_FLAGS.items()
+        if dest.startswith(start) and values["optimizer"] not in optimizers
+    )
+    if idle:
+        notes.append(f"--optimizer {values['optimizer']}: no effect of {_spelled(idle)}")
+    if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
+        # Megatron's rule; its scripts give the flag whatever the size.
+        notes.append("--sequence-parallel: off without tensor parallelism, as in Megatron")
+    if "publish" in facts.explicit and values["sharding"] != "hsdp":
+        notes.append("--sharding fsdp: no effect of --publish, since there is one row")
+    if values["num_experts"] is None:
+        idle = sorted(d for d in facts.explicit if d.startswith("moe_") or d == "merge_experts")
+        if idle:
+            notes.append(f"no --num-experts: no effect of {_spelled(idle)}")
+    return notes
+
+
+def _spelled(dests: list[str]) -> str:
+    return ", ".join(specs_by_dest()[dest].flag for dest in dests)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 class Facts:
     """What a check may know besides the configuration."""
 
-    world_size: int  # ranks, all of them data-parallel in this version
+    world_size: int  # ranks
+    local_world_size: int | None = None  # ranks of this node, where the launcher says so
     explicit: frozenset[str] = field(default_factory=frozenset)  # dests that the user gave
     unusable: frozenset[str] = field(
         default_factory=frozenset

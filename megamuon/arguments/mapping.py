@@ -35,7 +35,17 @@ def _no_positions(_value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _strategy(value: Any, _given: Mapping[str, Any]) -> dict[str, Any]:
-    return {"zero_stage": {"optim_grads_params": 3, "optim_grads": 2}[value]}
+    return {"zero_stage": {"optim_grads_params": 3, "optim_grads": 2, "optim": 1}[value]}
+
+
+def _sharded(_value: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    # Shards are asked for, which both shardings have; only the plain one where nobody chose.
+    return {"sharding": given.get("sharding", "fsdp")}
+
+
+def _outer(value: Any, _given: Mapping[str, Any]) -> dict[str, Any]:
+    # Replicas whose optimizer state is sharded too: what owners in the whole grid amount to.
+    return {"sharding": "hsdp"} if value == "optim" else {}
 
 
 def _data_words(path: Any, _given: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,9 +75,12 @@ MAPPERS: Mapping[str, Mapper] = {
     "add_position_embedding": _no_positions,
     "recompute_activations": lambda _value, _given: {"recompute_granularity": "selective"},
     "accumulate_allreduce_grads_in_fp32": lambda _value, _given: {"grad_reduce_in_bf16": False},
-    "use_distributed_optimizer": lambda _value, _given: {"sharding": "fsdp"},
-    "use_torch_fsdp2": lambda _value, _given: {"sharding": "fsdp"},
-    "use_megatron_fsdp": lambda _value, _given: {"sharding": "fsdp"},
+    "use_distributed_optimizer": _sharded,
+    "use_torch_fsdp2": _sharded,
+    "use_megatron_fsdp": _sharded,
+    "outer_dp_sharding_strategy": _outer,
+    "expert_tensor_parallel_size": lambda size, _given: {"tensor_model_parallel_size": size},
+    "moe_router_pre_softmax": lambda _value, _given: {"moe_router_norm_topk_prob": False},
     "torch_fsdp2_reshard_after_forward": lambda _value, _given: {"zero_stage": 2},
     "data_parallel_sharding_strategy": _strategy,
     "data_args_path": _data_words,
@@ -129,7 +142,20 @@ TORCH_MUON: Mapping[str, Any] = {
 }
 
 LINES: Mapping[str, Mapping[str, Any]] = {
+    "A": {
+        "param_layout": "even",
+        "collectives": "fsdp2",
+        "matrix_update": "none",
+        "optimizer": "adam",
+    },
+    "B": {"param_layout": "even", "collectives": "grouped", "matrix_update": "gather"},
     "C": {"param_layout": "owner", "collectives": "grouped", "matrix_update": "owner"},
+    "M": {
+        "param_layout": "owner",
+        "collectives": "p2p",
+        "matrix_update": "owner",
+        "owner_planner": "role_greedy",
+    },
 }
 
 

@@ -26,6 +26,14 @@ from megamuon.arguments.validate import problems_of
 # Table flags that are no config fields have this prefix, so that they never meet a field's dest.
 _TABLE_PREFIX = "megatron:"
 
+# Values of our own flags that are known by name and not in this version. [dest][value] = reason
+REFUSED_VALUES: Mapping[str, Mapping[Any, str]] = {
+    "line": {
+        "D": "its ready-scheduled collectives are not in this version; use C, the same owners",
+        "H": "its relays of gathered matrices are not in this version; use B or C",
+    },
+}
+
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], argparse.ArgumentParser | None]
 
 
@@ -184,6 +192,9 @@ def _resolve_field_value(flag: str, value: Any, spec: FlagSpec, words: _Words) -
     if isinstance(value, list):
         return tuple(_resolve_field_value(flag, item, spec, words) for item in value)
     entry = table_by_dest().get(spec.dest)
+    if value in REFUSED_VALUES.get(spec.dest, {}):
+        words.problems.append(f"{flag} {value}: refused: {REFUSED_VALUES[spec.dest][value]}")
+        return value
     if entry is not None and value in entry.map_values:
         target = entry.map_values[value]
         if target["note"]:
@@ -263,13 +274,15 @@ def parse_config(
     *,
     presets: Mapping[str, Mapping[str, Any]],
     world_size: int,
+    local_world_size: int | None = None,
     defaults: Mapping[str, Any] | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
     read_checkpoint_args: CheckpointArgsReader | None = None,
 ) -> ParsedConfig:
     """Read a command line (without the program's name) into a resolved, checked configuration.
 
-    ``presets`` maps the names of ``--model`` to values by dest; ``defaults`` are the calling
+    ``presets`` maps the names of ``--model`` to values by dest; ``local_world_size`` are the ranks
+    of a node, for the default of ``--shard-size``; ``defaults`` are the calling
     script's values for dests that nobody gave.  ``read_checkpoint_args(load, step)`` returns the
     nested arguments of a checkpoint, or None when there is none; it is called for
     ``--use-checkpoint-args`` only.  Raises ConfigError with every problem.  ``--help`` prints and
@@ -298,6 +311,7 @@ def parse_config(
     }
     facts = Facts(
         world_size=world_size,
+        local_world_size=local_world_size,
         explicit=frozenset(explicit_values),
         unusable=frozenset(words.unusable),
     )

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megamuon.arguments.checks_parallel import (
+    check_experts,
+    check_grid,
+    check_line,
+    check_ownership,
+    check_stages,
+    check_tensor_parallel,
+)
 from megamuon.arguments.checks_run import (
     check_data,
     check_exit,
     check_loading,
     check_logging,
-    check_ownership,
     check_profiling,
     check_recompute,
     check_saving,
@@ -45,7 +52,12 @@ CHECKS: tuple[Check, ...] = (
     check_schedule,
     check_optimizer,
     check_precision,
+    check_grid,
+    check_tensor_parallel,
+    check_line,
+    check_stages,
     check_ownership,
+    check_experts,
     check_recompute,
     check_saving,
     check_loading,

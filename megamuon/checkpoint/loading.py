@@ -46,6 +46,9 @@ class Loaded:
     missing: tuple[
         str, ...
     ]  # wanted, not in the checkpoint, left as they were (only without strict)
+    filled: tuple[str, ...]  # names that were filled, over all ranks
+    unused: tuple[str, ...]  # saved names that no rank wanted
+    widened: tuple[str, ...]  # names of this rank that were saved in a narrower dtype
 
 
 def latest(
@@ -78,9 +81,10 @@ def load(
     """Fill ``wanted`` in place from a checkpoint of any layout and world size.  Collective.
 
     ``strict``: every wanted tensor must exist and every saved element must be wanted by some
-    rank; saved names that start with one of ``ignore`` may go unwanted.  ``verify`` False skips
-    the hashing; sizes are always compared. Raises CheckpointError on all ranks alike, before any
-    tensor is touched for a bad manifest, file, index, name, shape or dtype.
+    rank; saved names that start with one of ``ignore`` may go unwanted.  A tensor saved in a float
+    dtype fills one of a wider dtype, bit for bit the same numbers; narrower ones are refused.
+    ``verify`` False skips the hashing; sizes are always compared. Raises CheckpointError on all
+    ranks alike, before any tensor is touched for a bad manifest, file, index, name, shape or dtype.
     """
     members = members_of(ranks)
     path = Path(directory) / directory_name(iteration)
@@ -99,13 +103,19 @@ def load(
         ),
     )
     elements = members.each("check filled", planner.check_filled)[members.rank]
-    documents = members.first("read documents", lambda: _read_documents(path, manifest))
+    documents, filled, unused = members.first(
+        "read documents",
+        lambda: (_read_documents(path, manifest), tuple(planner.found), tuple(planner.unwanted)),
+    )
     return Loaded(
         iteration=iteration,
         documents=documents,
         tensors=len({piece.name for piece in wanted} - set(planner.missing)),
         elements=elements,
         missing=tuple(planner.missing),
+        filled=filled,
+        unused=unused,
+        widened=tuple(sorted(planner.widened)),
     )
 
 

@@ -39,7 +39,13 @@ from torch.distributed.checkpoint.planner import (
 
 from megamuon.checkpoint.boxes import Box, coverage, shared
 from megamuon.checkpoint.ranks import CheckpointError
-from megamuon.checkpoint.tensors import StoredTensor, TensorIndex, check_coverage, listed
+from megamuon.checkpoint.tensors import (
+    StoredTensor,
+    TensorIndex,
+    check_coverage,
+    listed,
+    widens,
+)
 
 
 class PieceSavePlanner(SavePlanner):
@@ -125,7 +131,8 @@ class PieceLoadPlanner(LoadPlanner):
 
     ``strict``: a wanted tensor that is missing and a saved tensor that nobody wants are errors;
     names that start with one of ``ignore`` may go unwanted.  Without ``strict`` both are allowed;
-    ``missing`` lists what was left as it was.
+    ``missing`` lists what was left as it was.  On the coordinator, ``found`` and ``unwanted`` list
+    what all ranks together want of the saved names and what they do not.
     """
 
     def __init__(
@@ -143,6 +150,9 @@ class PieceLoadPlanner(LoadPlanner):
         self.strict = strict
         self.ignore = tuple(ignore)
         self.missing: list[str] = []
+        self.found: list[str] = []
+        self.unwanted: list[str] = []
+        self.widened: set[str] = set()
         self.filled = [0] * len(wanted)
         self.local = LoadPlan([])
 
@@ -179,9 +189,8 @@ class PieceLoadPlanner(LoadPlanner):
         for plan in global_plan:
             for wish in plan.planner_data:
                 boxes.setdefault(wish.name, []).append(wish.box)
-        unwanted = [
-            name for name in self.index if name not in boxes and not name.startswith(self.ignore)
-        ]
+        self.found, self.unwanted = sorted(boxes), sorted(set(self.index) - set(boxes))
+        unwanted = [name for name in self.unwanted if not name.startswith(self.ignore)]
         if unwanted and self.strict:
             raise CheckpointError(
                 f"{self.source} holds {listed(unwanted)}, which no rank wants; load it with "
@@ -231,12 +240,14 @@ class PieceLoadPlanner(LoadPlanner):
 
     def _compare(self, piece: StoredTensor) -> None:
         saved = self.index[piece.name]
-        if tuple(piece.shape) != saved.shape or piece.data.dtype != saved.dtype:
+        if tuple(piece.shape) != saved.shape or not widens(saved.dtype, piece.data.dtype):
             raise CheckpointError(
                 f"{self.source}: tensor {piece.name} was saved with shape {saved.shape} "
                 f"{saved.dtype}, "
                 f"but the model has shape {tuple(piece.shape)} {piece.data.dtype}"
             )
+        if saved.dtype != piece.data.dtype:
+            self.widened.add(piece.name)
 
     def _reads(self, position: int, piece: StoredTensor) -> list[ReadItem]:
         reads = []

@@ -75,6 +75,14 @@ class StoredTensor:
             )
 
 
+def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether every value of ``saved`` is one of ``wanted``: equal, or a wider float (BF16 and FP16
+    in FP32, all of them in FP64).
+    """
+    floats = saved.is_floating_point and wanted.is_floating_point
+    return saved == wanted or (floats and torch.promote_types(saved, wanted) == wanted)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """A piece on disk."""

@@ -8,8 +8,9 @@ formulas.  What is counted is the logical payload, each collective in the dtype 
 * a publish: header and payload, once for each other row;
 * padding, where an operation pads (the ``padded`` transport), because it travels as well.
 
-Not counted: what tensor parallelism sends inside the model's layers; bytes that stay on the rank, protocol headers, retransmission, and what a library's
-algorithm adds on its own account (Gloo's and NCCL's rings forward other ranks' data).  So the sum
+Not counted: what tensor parallelism sends inside the model's layers; bytes that stay on the rank,
+protocol headers, retransmission, and what a library's algorithm adds on its own account (Gloo's and
+NCCL's rings forward other ranks' data).  So the sum
 over the ranks is the volume that the algorithm needs, and it compares with formulas such as
 2(N-1)P.  Invariant: a count only grows until ``reset``. Tested by
 ``tests/collectives/test_traffic.py``.

@@ -30,9 +30,17 @@ class Interval:
         self.skipped = 0
         self.nan = 0
         self._sums: dict[str, float] = {}
+        self._extra: dict[str, float] = {}
 
-    def add(self, losses: Mapping[str, float], seconds: float, *, skipped: bool = False) -> None:
-        """One training iteration.
+    def add(
+        self,
+        losses: Mapping[str, float],
+        seconds: float,
+        *,
+        skipped: bool = False,
+        extra: Mapping[str, float] | None = None,
+    ) -> None:
+        """One training iteration; ``extra`` are further numbers, averaged over all iterations.
 
         ``losses`` are this iteration's (nats, or whatever the loss function reports), also of a
         skipped one: if one of them is not finite the iteration counts as a NaN iteration, and only
@@ -42,6 +50,8 @@ class Interval:
         self.seconds += seconds
         self.skipped += skipped
         self.nan += any(not math.isfinite(value) for value in losses.values())
+        for name, value in (extra or {}).items():
+            self._extra[name] = self._extra.get(name, 0.0) + value
         for name, value in losses.items():
             self._sums.setdefault(name, 0.0)
             if not skipped:
@@ -54,6 +64,11 @@ class Interval:
         return {
             name: total / advanced if advanced else math.nan for name, total in self._sums.items()
         }
+
+    @property
+    def mean_extra(self) -> dict[str, float]:
+        """Mean of each further number over the iterations."""
+        return {name: total / max(1, self.iterations) for name, total in self._extra.items()}
 
     @property
     def milliseconds_per_iteration(self) -> float:

@@ -91,15 +91,20 @@ class MatrixUpdate:
         items: Mapping[str, tuple[LocalSegment, Item]],
         touched: Sequence[LogicalParameter],
         updated: Updated,
+        later: list[Item] | None = None,
     ) -> None:
         """Update the matrices of ``group``: ``items`` are this rank's segments of them, ``touched``
-        all of its matrices that take part in this step, equal on all ranks.
+        all of its matrices that take part in this step, equal on all ranks. Items that are whole
+        are put into ``later`` instead if it is given: nobody waits for them, and one call for all
+        groups can batch more equal shapes.
         """
         whole, cut = [], []
         for parameter in touched:
             if parameter.layout is Layout.OWNER and parameter.name in items:
                 (whole if parameter.cut is None else cut).append(parameter)
-        if whole:
+        if whole and later is not None:
+            later.extend(items[p.name][1] for p in whole)
+        elif whole:
             self.optimizer.update([items[p.name][1] for p in whole], updated)
         if cut:
             self._update_cut(cut, items, updated)

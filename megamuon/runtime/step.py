@@ -189,6 +189,7 @@ class OwnerStep:
             order = [p.name for group in groups for p in _update_order(group, touched)]
             self.publication.begin(order, version)
         pending: list[Item] = []
+        whole: list[Item] = []
         for group in groups:
             items = self._items(group, touched, lr_of, wd)
             flat = [item for s, item in items.values() if s.parameter.route is not Route.MUON]
@@ -202,9 +203,12 @@ class OwnerStep:
                     {n: pair for n, pair in items.items() if pair[0].parameter.route is Route.MUON},
                     [p for p in group.trainable if p.route is Route.MUON and p.name in touched],
                     self._updated,
+                    whole if self.publication is None else None,
                 )
         if pending:
             self.elementwise.update(pending)
+        if whole and self.matrices is not None:
+            self.matrices.optimizer.update(whole)
         if self.publication is not None:
             self.publication.end()
 

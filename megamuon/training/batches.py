@@ -1,7 +1,8 @@
 """Endless-looking streams of micro-batches over finite datasets.
 
 Owns where a run stands in its datasets.  Invariants: the position is one number, consumed samples
-over all ranks; a stream that is never read builds no loader, so a set that is used up is no error
+over all data-parallel ranks (the tensor-parallel ranks of a place read
+the same); a stream that is never read builds no loader, so a set that is used up is no error
 until somebody asks for more; batches arrive on this rank's device.  Tested by
 ``tests/training/test_batches.py``.
 """
@@ -74,8 +75,8 @@ class BatchStream:
             kind=self.kind,  # type: ignore[arg-type]
             consumed_samples=self.consumed,
             micro_batch_size=self.micro_batch,
-            data_parallel_rank=self.mesh.rank,
-            data_parallel_size=self.mesh.world_size,
+            data_parallel_rank=self.mesh.data_parallel_rank,
+            data_parallel_size=self.mesh.data_parallel_size,
         )
         pinned = self.mesh.device.type == "cuda"
         return iter(data_loader(self.dataset, spec, num_workers=0, pin_memory=pinned))

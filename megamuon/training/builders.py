@@ -17,7 +17,17 @@ from megamuon.data.build import DataSpec
 from megamuon.data.tokenizer import Tokenizer, build_tokenizer, pad_id, padded_vocab_size
 from megamuon.matrices import Kind, LogicalParameter
 from megamuon.models import GPTConfig, gpt_config_from_flags
-from megamuon.optim import AdamWConfig, MuonConfig, NewtonSchulzConfig, Schedule, ScheduleConfig
+from megamuon.optim import (
+    AdamWConfig,
+    GraftingConfig,
+    MuonConfig,
+    NewtonSchulzConfig,
+    NorMuonConfig,
+    Schedule,
+    ScheduleConfig,
+    ShampooConfig,
+    SoapConfig,
+)
 from megamuon.ownership import PlannerSettings
 from megamuon.profiling import ProfilingSettings
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
@@ -34,19 +44,37 @@ class Batches:
     count: int  # micro-batches per rank and step
 
 
-def batches(config: Config, world_size: int) -> Batches:
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """How the ranks are laid out; see ``megamuon.mesh``."""
+
+    rows: int
+    columns: int
+    tp: int
+
+
+def grid(config: Config, world_size: int) -> Grid:
+    """Rows of ``--shard-size`` data-parallel ranks with ``--sharding hsdp``, else one row."""
+    flags = config.parallel
+    tp = flags.tensor_model_parallel_size
+    ranks = world_size // tp
+    columns = flags.shard_size if flags.sharding == "hsdp" and flags.shard_size else ranks
+    return Grid(rows=ranks // columns, columns=columns, tp=tp)
+
+
+def batches(config: Config, data_parallel_size: int) -> Batches:
     """Training batches."""
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     assert micro is not None and total is not None  # both were checked with the flags
-    return Batches(micro=micro, total=total, count=total // (micro * world_size))
+    return Batches(micro=micro, total=total, count=total // (micro * data_parallel_size))
 
 
-def evaluation_batches(config: Config, world_size: int) -> Batches:
+def evaluation_batches(config: Config, data_parallel_size: int) -> Batches:
     """Batches of evaluation."""
     flags = config.validation
     micro, total = flags.eval_micro_batch_size, flags.eval_global_batch_size
     assert micro is not None and total is not None
-    return Batches(micro=micro, total=total, count=total // (micro * world_size))
+    return Batches(micro=micro, total=total, count=total // (micro * data_parallel_size))
 
 
 def train_iterations(config: Config) -> int:
@@ -191,12 +219,44 @@ def muon_config(config: Config) -> MuonConfig:
     )
 
 
+def shampoo_config(config: Config) -> ShampooConfig:
+    """Shampoo's conventions."""
+    flags = config.optimizer
+    return ShampooConfig(
+        beta1=flags.shampoo_beta1,
+        beta2=flags.shampoo_beta2,
+        eps=flags.shampoo_eps,
+        precondition_frequency=flags.shampoo_precondition_frequency,
+        max_preconditioner_dim=flags.shampoo_max_preconditioner_dim,
+        grafting=GraftingConfig(rule=flags.shampoo_grafting),
+    )
+
+
+def soap_config(config: Config) -> SoapConfig:
+    """SOAP's conventions."""
+    flags = config.optimizer
+    return SoapConfig(
+        variant=flags.soap_variant,
+        beta1=flags.soap_beta1,
+        beta2=flags.soap_beta2,
+        shampoo_beta=flags.soap_shampoo_beta,
+        eps=flags.soap_eps,
+        precondition_frequency=flags.soap_precondition_frequency,
+        max_precond_dim=flags.soap_max_precond_dim,
+    )
+
+
 def optimizer_settings(config: Config) -> OptimizerSettings:
     """Which optimizer goes where."""
     flags = config.optimizer
     return OptimizerSettings(
         matrices=flags.optimizer,
         muon=muon_config(config),
+        normuon=NorMuonConfig(
+            muon=muon_config(config), beta2=flags.normuon_beta2, eps=flags.normuon_eps
+        ),
+        shampoo=shampoo_config(config),
+        soap=soap_config(config),
         adamw=AdamWConfig(beta1=flags.adam_beta1, beta2=flags.adam_beta2, eps=flags.adam_eps),
         sgd_momentum=flags.sgd_momentum,
         clip=flags.clip_grad,
@@ -212,11 +272,15 @@ def runtime_config(config: Config) -> RuntimeConfig:
     return RuntimeConfig(
         zero_stage=config.parallel.zero_stage,
         collectives=owners.collectives,
+        # "none" is what becomes of slices that nothing needs whole: AdamW and SGD ask nobody.
+        matrix_update="gather" if owners.matrix_update == "gather" else "owner",
+        publish=config.parallel.publish,
         compute_dtype=torch.bfloat16 if precision.bf16 else wide,
         reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else wide,
         master_dtype=wide,
         owner_layout=owners.param_layout == "owner",
         unit_threshold=owners.owner_unit_threshold,
+        merge_experts=owners.merge_experts,
         planner=PlannerSettings(
             policy=owners.owner_planner,
             byte_cap=owners.owner_byte_cap,

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from megamuon.checkpoint import (
     CheckpointError,
     Checkpoints,
     Iteration,
+    Loaded,
     Ranks,
     SaveHandle,
+    StoredTensor,
     append_progress,
     capture_rng,
     latest,
@@ -31,9 +34,10 @@ from megamuon.checkpoint import (
     read_documents,
     restore_rng,
 )
+from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.optim import Schedule
-from megamuon.ownership import OwnershipPlan
+from megamuon.ownership import OwnershipPlan, PlanError, Topology
 from megamuon.runtime import Runtime
 from megamuon.training.failures import TrainingError
 from megamuon.training.logging import Console
@@ -60,6 +64,12 @@ MUST_MATCH: tuple[tuple[str, str], ...] = (
     ("model", "add_qkv_bias"),
     ("model", "qk_layernorm"),
     ("model", "untie_embeddings_and_output_weights"),
+    ("model", "num_experts"),
+    ("model", "moe_router_topk"),
+    ("model", "moe_ffn_hidden_size"),
+    ("model", "moe_shared_expert_intermediate_size"),
+    ("model", "moe_shared_expert_gate"),
+    ("model", "moe_router_norm_topk_prob"),
     ("tokenizer", "tokenizer_type"),
 )
 
@@ -84,13 +94,31 @@ class Source:
     documents: Mapping[str, Any]
     weights_only: bool  # --finetune, --pretrained-checkpoint, or a release
 
-    def plan_for(self, world_size: int) -> OwnershipPlan | None:
-        """The stored plan, where it is for as many ranks."""
+    @cached_property
+    def plan_or_problem(self) -> OwnershipPlan | str | None:
+        """The plan of the run that saved, or why it cannot be read: another release wrote it."""
         stored = self.documents.get("plan")
-        if stored is None:
-            return None
-        plan = OwnershipPlan.from_json(json.dumps(stored))
-        return plan if plan.topology.world == world_size else None
+        try:
+            return None if stored is None else OwnershipPlan.from_json(json.dumps(stored))
+        except PlanError as error:
+            return str(error)
+
+    @property
+    def plan(self) -> OwnershipPlan | None:
+        """The plan of the run that saved, where it can be read."""
+        return None if isinstance(self.plan_or_problem, str) else self.plan_or_problem
+
+    def plan_for(self, mesh: Mesh) -> OwnershipPlan | None:
+        """The stored plan, where it is for a grid of the same rows, columns and tensor-parallel
+        ranks.
+        """
+        ours = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
+        return self.plan if self.plan is not None and self.plan.topology == ours else None
+
+    @property
+    def optimizer(self) -> str | None:
+        """``--optimizer`` of the run that saved."""
+        return self.documents.get("args", {}).get("optimizer", {}).get("optimizer")
 
 
 def read_checkpoint_args(
@@ -165,12 +193,11 @@ def check_arguments(config: Config, source: Source) -> None:
             f"{source.directory} iteration {source.iteration} was saved with --no-save-optim:"
             " add --no-load-optim or --finetune"
         )
-    stored = theirs.get("optimizer", {}).get("optimizer")
-    if stored not in (None, config.optimizer.optimizer):
-        raise TrainingError(
-            f"optimizer is {stored!r} in {source.directory} and"
-            f" {config.optimizer.optimizer!r} here: add --no-load-optim to start its state anew"
-        )
+
+
+def _owner_of_state(name: str) -> str:
+    """The parameter that a tensor called ``optimizer.<state>.<parameter>`` belongs to."""
+    return name.removeprefix(OPTIMIZER_PREFIX).split(".", 1)[1]
 
 
 class RunCheckpoints:
@@ -195,14 +222,21 @@ class RunCheckpoints:
         self.console.first(
             f" loading distributed checkpoint from {where} at iteration {source.iteration}"
         )
-        load(
+        if isinstance(problem := source.plan_or_problem, str):
+            self.console.first(f"WARNING: the ownership plan in {where} is not used: {problem}")
+        wanted = runtime.state(optimizer=optimizer, everywhere=True)
+        whole = optimizer and source.optimizer in (None, self.config.optimizer.optimizer)
+        if optimizer and not whole:
+            wanted = self._state_that_stays(source, runtime, wanted)
+        loaded = load(
             where,
             source.iteration,
-            runtime.state(optimizer=optimizer, everywhere=True),
+            wanted,
             ranks=self.ranks,
-            ignore=() if optimizer else (OPTIMIZER_PREFIX,),
+            ignore=() if whole else (OPTIMIZER_PREFIX,),
         )
         runtime.loaded()
+        self._report_filled(loaded, runtime)
         progress = Progress()
         if not source.weights_only:
             progress = Progress(**source.documents["counters"])
@@ -214,6 +248,45 @@ class RunCheckpoints:
             f" at iteration {progress.iteration}"
         )
         return progress
+
+    def _report_filled(self, loaded: Loaded, runtime: Runtime) -> None:
+        """Say how much was filled and what was not used.  Raises TrainingError for a weight of the
+        model that was not filled, whatever the load thought it was asked for.
+        """
+        weights = {p.name for p in runtime.plan.parameters}
+        if left := sorted(weights.difference(loaded.filled)):
+            raise TrainingError(f"{len(left)} of {len(weights)} weights not filled: {left[0]}, ...")
+        state, unused = len(loaded.filled) - len(weights), loaded.unused
+        text = f"  filled {len(weights)} of {len(weights)} weights and {state} optimizer tensors"
+        if unused:
+            text += f"; {len(unused)} tensors of the checkpoint are not used, e.g. {unused[0]}"
+        if loaded.widened:
+            text += f"; saved in a narrower dtype: {loaded.widened[0]}, ..."
+        self.console.first(text)
+
+    def _state_that_stays(
+        self, source: Source, runtime: Runtime, wanted: list[StoredTensor]
+    ) -> list[StoredTensor]:
+        """``wanted`` without the optimizer state that another optimizer would misread: only what
+        AdamW keeps before and after goes on.  Says how much is new.
+        """
+        ours = self.config.optimizer.optimizer
+        parameters = {p.name for p in runtime.plan.parameters if p.trainable}
+        kept: set[str] = set()
+        if source.plan is not None and "sgd" not in (ours, source.optimizer):
+            before = {p.name for p in source.plan.parameters if p.route is not Route.MUON}
+            after = {p.name for p in runtime.plan.parameters if p.route is not Route.MUON}
+            kept = before & after & parameters
+        self.console.first(
+            f"  optimizer changed from {source.optimizer} to {ours}: weights are kept; the"
+            f" optimizer state of {len(parameters) - len(kept)} parameters is new, that of"
+            f" {len(kept)} goes on"
+        )
+        return [
+            piece
+            for piece in wanted
+            if not piece.name.startswith(OPTIMIZER_PREFIX) or _owner_of_state(piece.name) in kept
+        ]
 
     def _resume_schedule(self, source: Source, schedule: Schedule) -> None:
         flags = self.config.schedule
@@ -231,13 +304,17 @@ class RunCheckpoints:
         states = source.documents.get("rng")
         if states is None:
             self.console.first("no random state in the checkpoint: continuing with fresh seeds")
-        elif len(states) != self.mesh.world_size:
+            return
+        stored = source.documents["args"].get("parallel", {}).get("tensor_model_parallel_size", 1)
+        places, mesh = len(states) // stored, self.mesh
+        if places != mesh.data_parallel_size:
+            word = "ranks" if stored == mesh.tp == 1 else "data-parallel ranks"
             self.console.first(
-                f"random states of {len(states)} ranks do not fit {self.mesh.world_size} ranks:"
+                f"random states of {places} {word} do not fit {mesh.data_parallel_size} {word}:"
                 " continuing with fresh seeds"
             )
-        else:
-            restore_rng(states[self.mesh.rank])
+        else:  # the tensor-parallel ranks of a place draw alike, so the first one's serves all
+            restore_rng(states[mesh.data_parallel_rank * stored])
 
     # --- saving ----------------------------------------------------------------------------------
 

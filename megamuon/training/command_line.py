@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megamuon.arguments import ConfigError, ExtraArgsProvider, ParsedConfig, parse_config
-from megamuon.mesh import MeshError, mesh_from_environment
+from megamuon.mesh import MeshError, local_world_size, mesh_from_environment
 from megamuon.metrics import write_line
 from megamuon.models import PRESETS
 from megamuon.training.checkpointing import read_checkpoint_args
@@ -40,6 +40,7 @@ def parse_command_line(
             words,
             presets=PRESETS,
             world_size=mesh_from_environment(device="cpu").world_size,
+            local_world_size=local_world_size(),
             defaults=defaults,
             extra_args_provider=extra_args_provider,
             read_checkpoint_args=read_checkpoint_args,

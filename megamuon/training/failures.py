@@ -28,9 +28,11 @@ from megamuon.matrices import RoutingError
 from megamuon.mesh import MeshError, backend_reason
 from megamuon.metrics import WriterError, write_line
 from megamuon.models import ModelConfigError
+from megamuon.optim.eigen import FactorError
 from megamuon.ownership import CostError, PlanError
 from megamuon.profiling import ProfilingError
 from megamuon.runtime.agreement import PlanMismatchError
+from megamuon.sharding import ShardingError
 
 EXIT_FAILURE = 1
 TRACEBACK_VARIABLE = "MEGAMUON_TRACEBACK"
@@ -50,12 +52,14 @@ KNOWN: tuple[type[BaseException], ...] = (
     CollectiveError,
     ConfigError,
     CostError,
+    FactorError,
     MeshError,
     ModelConfigError,
     PlanError,
     PlanMismatchError,
     ProfilingError,
     RoutingError,
+    ShardingError,
     WriterError,
 )
 # In these phases the input of the user is read, so plain errors of these types speak of it.

@@ -36,11 +36,12 @@ from megamuon.metrics import (
     validation_block,
     write_line,
 )
-from megamuon.ownership import OwnershipPlan, summarize
 from megamuon.runtime import Runtime
+from megamuon.training.descriptions import runtime_line
 from megamuon.training.failures import TrainingError
 
 CONFIG_FILE = "config.json"
+PUBLISH_WAIT = "publish wait (ms)"
 FIRST_MEMORY_LINES = 2  # iterations after which memory is always printed
 
 
@@ -101,44 +102,12 @@ def print_config(config: Config, notes: tuple[str, ...], console: Console) -> No
     console.first(format_config(config))
 
 
-def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
-    """Two lines: the plan's identity, and how even it is."""
-    report = summarize(plan)
-    rails = ", ".join(f"{rail.mib:.1f}" for rail in report.rails[:8])
-    more = ", ..." if len(report.rails) > 8 else ""
-    origin = "from the checkpoint" if reused else "made now"
-    return (
-        f"ownership plan {plan.digest[:16]} ({origin}): {report.units} units on"
-        f" {plan.topology.world} ranks, {report.idle_ranks} of them idle\n"
-        f"  MiB per rail: {rails}{more} | busiest over mean: NS time"
-        f" {report.busiest_over_mean_ns:.3f}, bytes {report.busiest_over_mean_bytes:.3f}"
-    )
-
-
-def runtime_line(runtime: Runtime) -> str:
-    """What this rank's runtime holds between steps in MB, and how gradients reached their slots."""
-    held = " | ".join(
-        f"{kind.replace('_', ' ')}: {size / 1e6:.2f}" for kind, size in runtime.memory().items()
-    )
-    share = runtime.copied_share()
-    return f"[owner runtime] memory (MB) | {held} | gradient bytes copied into slots: {share:.2%}"
-
-
-def describe_optimizer(config: Config, runtime: Runtime) -> str:
-    """The recipe in one line: what the numbers of Muon are, and how many matrices it has."""
-    routes = summarize(runtime.plan).routes
-    counts = ", ".join(f"{route} {count}" for route, count in routes.items() if count)
-    flags, muon = config.optimizer, runtime.config.optimizer.muon
-    if flags.optimizer != "muon":
-        return f"optimizer {flags.optimizer} | parameters by route: {counts}"
-    schulz = muon.newton_schulz
-    return (
-        f"optimizer muon | momentum {muon.momentum} ({muon.momentum_form}"
-        f"{', nesterov' if muon.nesterov else ''}) | scale {muon.scale} x {muon.extra_scale}"
-        f" | Newton-Schulz {flags.muon_coefficient_type}, {len(schulz.polynomials)} steps,"
-        f" form {schulz.form}, dtype {schulz.dtype} | weight decay {flags.weight_decay}"
-        f" | clip {flags.clip_grad} | parameters by route: {counts}"
-    )
+def publish_wait(runtime: Runtime) -> float | None:
+    """Seconds that this rank's gathers have waited for published weights so far; None where
+    nothing is published.
+    """
+    publication = getattr(runtime.engine, "publication", None)  # line A has none
+    return None if publication is None else publication.waited_seconds
 
 
 class RunLog:
@@ -165,6 +134,7 @@ class RunLog:
         self.tokens = (config.training.global_batch_size or 0) * (config.model.seq_length or 0)
         self.interval = Interval()
         self.writer = self._open_writer() if mesh.is_last else MetricsWriter()
+        self._waited = 0.0  # publish_wait of the runtime at the last iteration
         self._printed = False
         self._memory_lines = 0
         if mesh.is_last:
@@ -200,7 +170,8 @@ class RunLog:
         runtime: Runtime,
     ) -> None:
         """Everything that follows one iteration.  All ranks call it alike."""
-        self.interval.add(losses, seconds, skipped=skipped)
+        extra = self._publish_wait(runtime)
+        self.interval.add(losses, seconds, skipped=skipped, extra=extra)
         due = number % self.flags.log_interval == 0
         norm = None
         if self.flags.log_params_norm and (due or not self._printed):
@@ -218,6 +189,7 @@ class RunLog:
             grad_norm=gradient_norm,
             zeros_in_grad=zeros,
             params_norm=norm,
+            extra=extra,
         )
         self._scalars(base)
         if due or not self._printed:
@@ -230,6 +202,14 @@ class RunLog:
             loss = next(iter(losses.values()), None)
             self.console.display.update(number, loss, tokens_per_second(self.tokens, seconds))
 
+    def _publish_wait(self, runtime: Runtime) -> dict[str, float]:
+        """What this rank's gathers have waited for published weights in this iteration."""
+        total = publish_wait(runtime)
+        if total is None:
+            return {}
+        waited, self._waited = total - self._waited, total
+        return {PUBLISH_WAIT: 1000.0 * waited}
+
     def _tflops(self, seconds: float) -> float | None:
         if self.flops_per_token is None:
             return None
@@ -238,7 +218,7 @@ class RunLog:
     def _line(self, last: LogRecord) -> None:
         interval = self.interval
         seconds = interval.milliseconds_per_iteration / 1000.0
-        extra: dict[str, float | int | str] = {}
+        extra: dict[str, float | int | str] = dict(interval.mean_extra)
         if self.flags.log_throughput:
             extra["tokens per second"] = int(tokens_per_second(self.tokens, seconds))
         record = LogRecord(

@@ -68,8 +68,8 @@ class Loop:
         self.config = parts.config
         self.progress = parts.progress
         self.steps = train_iterations(parts.config)
-        self.sizes = batches(parts.config, parts.mesh.world_size)
-        self.evaluation_sizes = evaluation_batches(parts.config, parts.mesh.world_size)
+        self.sizes = batches(parts.config, parts.mesh.data_parallel_size)
+        self.evaluation_sizes = evaluation_batches(parts.config, parts.mesh.data_parallel_size)
         self.skip = frozenset(parts.config.fault.iterations_to_skip)
         # Kept over all evaluations: opening a stream is work, and its position is the counter's.
         self._validation: BatchStream | None = None

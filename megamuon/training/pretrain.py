@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megamuon.arguments import Config, ParsedConfig
 from megamuon.checkpoint import Ranks
@@ -26,9 +26,9 @@ from megamuon.mesh import Mesh, initialise, mesh_from_environment
 from megamuon.metrics import Timers
 from megamuon.models import GPTConfig, flops_per_token
 from megamuon.optim import Schedule, ScheduleConfig
-from megamuon.runtime import Runtime, shard
+from megamuon.runtime import Runtime
 from megamuon.training.builders import (
-    runtime_config,
+    grid,
     sample_counts,
     schedule_config,
     train_iterations,
@@ -40,12 +40,12 @@ from megamuon.training.checkpointing import (
     check_arguments,
     find_source,
 )
+from megamuon.training.descriptions import describe_grid, describe_optimizer, describe_plan
 from megamuon.training.exits import ExitWatch
 from megamuon.training.failures import (
     DEBUG_LEVEL,
     EXIT_FAILURE,
     Phase,
-    TrainingError,
     end_process,
     leave_group,
     linger,
@@ -54,8 +54,6 @@ from megamuon.training.failures import (
 from megamuon.training.logging import (
     Console,
     RunLog,
-    describe_optimizer,
-    describe_plan,
     print_config,
     set_logging_level,
     write_config,
@@ -63,9 +61,9 @@ from megamuon.training.logging import (
 from megamuon.training.loop import Loop, Parts
 from megamuon.training.reports import ForwardStep
 from megamuon.training.same_flags import check_same_flags
+from megamuon.training.sharded import ModelProvider, build_runtime
 
 DatasetsProvider = Callable[[Sequence[int]], tuple[Any, Any, Any]]
-ModelProvider = Callable[..., nn.Module]
 AtEnd = Callable[[nn.Module], str | None]
 
 # Ranks draw different dropout masks; far apart, so that no two seeds of one run meet.
@@ -137,22 +135,27 @@ def _mesh(config: Config) -> Mesh:
     backend = config.distributed.distributed_backend
     device = {"gloo": "cpu", "nccl": "cuda", None: None}[backend]
     if not dist.is_initialized():
-        return mesh_from_environment(device=device)
+        world = mesh_from_environment(device="cpu").world_size
+        layout = grid(config, world)
+        return mesh_from_environment(rows=layout.rows, tp=layout.tp, device=device)
     world, rank = dist.get_world_size(), dist.get_rank()
+    layout = grid(config, world)
     cuda = "nccl" in dist.get_backend() or (torch.cuda.is_available() and device != "cpu")
     return Mesh(
         world_size=world,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        rows=1,
-        columns=world,
+        rows=layout.rows,
+        columns=layout.columns,
+        tp=layout.tp,
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         backend=dist.get_backend(),
     )
 
 
 def seed_everything(config: Config, rank: int) -> None:
-    """Seed Python, NumPy and torch of this rank, and choose the kernels that the flags ask for.
+    """Seed Python, NumPy and torch of this data-parallel rank (its tensor-parallel ranks draw
+    alike), and choose the kernels that the flags ask for.
 
     Initial weights and data order have seeds of their own; what is left is dropout.
     """
@@ -164,17 +167,6 @@ def seed_everything(config: Config, rank: int) -> None:
     if config.training.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-
-
-def build_model(provider: ModelProvider, seed: int) -> nn.Module:
-    """The provider's model: on the meta device if it fills its own weights, else made for real."""
-    with torch.device("meta"):
-        model = provider(pre_process=True, post_process=True)
-    if hasattr(model, "initialise_"):
-        return model
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # the same weights on every rank
-        return provider(pre_process=True, post_process=True)
 
 
 class _Run:
@@ -208,7 +200,7 @@ class _Run:
     def __call__(self) -> None:
         self.phase("comparing the flags of the ranks")
         check_same_flags(self.config)
-        seed_everything(self.config, self.mesh.rank)
+        seed_everything(self.config, self.mesh.data_parallel_rank)
         print_config(self.config, self.parsed.notes, self.console)
         set_logging_level(self.config)
         self.phase("writing the configuration")
@@ -219,6 +211,9 @@ class _Run:
             try:
                 self._work(Loop(parts))
                 parts.checkpoints.finish()
+                # After a failure nothing is waited for: a peer may be gone.
+                self.phase("ending the collectives under way", 0)
+                parts.runtime.close()
             finally:
                 parts.log.close()
         ranks.close()
@@ -305,27 +300,11 @@ class _Run:
         return progress.iteration if same and not source.weights_only else None
 
     def _runtime(self, source: Source | None) -> Runtime:
-        model = build_model(self.model_provider, self.config.training.seed)
-        layers = self.layers or getattr(model, "layer_classes", None)
-        if not layers:
-            raise TrainingError(
-                f"{type(model).__name__} has no layer_classes: pass layers=(LayerClass,) to"
-                " pretrain"
-            )
-        fill = getattr(model, "initialise_", None)
-
-        def initial(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-            fill(name, tensor, generator)
-
-        plan = source.plan_for(self.mesh.world_size) if source is not None else None
-        runtime = shard(
-            model,
-            layers=tuple(layers),
-            config=runtime_config(self.config),
-            initial=initial if fill is not None else None,
-            plan=plan,
-            device=self.mesh.device,
+        plan = source.plan_for(self.mesh) if source is not None else None
+        runtime = build_runtime(
+            self.model_provider, self.config, self.mesh, layers=self.layers, plan=plan
         )
+        self.console.first(describe_grid(self.config, self.mesh))
         self.console.first(runtime.report())
         self.console.first(describe_plan(runtime.plan, reused=runtime.plan is plan))
         self.console.first(describe_optimizer(self.config, runtime))

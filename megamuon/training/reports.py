@@ -64,12 +64,17 @@ class Sums:
             self._pairs[name] = self._pairs[name] + flat if name in self._pairs else flat
 
     def reduced(self, mesh: Mesh, extra: list[float]) -> tuple[dict[str, float], list[float]]:
-        """Means over ranks by name, and the sums over ranks of ``extra``.  One collective.
+        """Means over data-parallel ranks by name, and the sums over all ranks of ``extra``.  One
+        collective.
 
-        All ranks have reported the same names, or none (evaluation that was cut short has).
+        The tensor-parallel ranks of a place have seen the same samples: the first one speaks. All
+        ranks have reported the same names, or none (evaluation that was cut short has).
         """
         numbers = torch.tensor(extra, dtype=torch.float64, device=mesh.device)
-        vector = torch.cat([*(p.to(mesh.device) for p in self._pairs.values()), numbers])
+        pairs = [pair.to(mesh.device) for pair in self._pairs.values()]
+        if mesh.tp_rank != 0:
+            pairs = [torch.zeros_like(pair) for pair in pairs]
+        vector = torch.cat([*pairs, numbers])
         if mesh.world_size > 1:
             dist.all_reduce(vector)
         values = vector.tolist()

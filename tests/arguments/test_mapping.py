@@ -15,7 +15,13 @@ from tests.support.command_lines import BASE, parse, problems
     [
         ("--data-parallel-sharding-strategy optim_grads_params", "parallel", "zero_stage", 3),
         ("--data-parallel-sharding-strategy optim_grads", "parallel", "zero_stage", 2),
+        ("--data-parallel-sharding-strategy optim", "parallel", "zero_stage", 1),
         ("--torch-fsdp2-no-reshard-after-forward", "parallel", "zero_stage", 2),
+        ("--use-megatron-fsdp --sharding hsdp", "parallel", "sharding", "hsdp"),
+        ("--outer-dp-sharding-strategy optim", "parallel", "sharding", "hsdp"),
+        ("--outer-dp-sharding-strategy no_shard", "parallel", "sharding", "fsdp"),
+        ("--expert-tensor-parallel-size 2", "parallel", "tensor_model_parallel_size", 2),
+        ("--moe-router-pre-softmax", "model", "moe_router_norm_topk_prob", False),
         ("--use-torch-fsdp2", "parallel", "sharding", "fsdp"),
         ("--use-megatron-fsdp", "parallel", "sharding", "fsdp"),
         ("--use-distributed-optimizer", "parallel", "sharding", "fsdp"),
@@ -40,6 +46,11 @@ def test_a_mapped_flag_sets_its_field_and_says_so(words, component, dest, value)
     ("words", "named"),
     [
         ("--data-parallel-sharding-strategy optim_grads --zero-stage 3", "--zero-stage 3"),
+        ("--outer-dp-sharding-strategy optim --sharding fsdp", "--sharding fsdp"),
+        (
+            "--expert-tensor-parallel-size 1 --tensor-model-parallel-size 2",
+            "--tensor-model-parallel-size 2",
+        ),
         (
             "--accumulate-allreduce-grads-in-fp32 --bf16 --grad-reduce-in-bf16",
             "--grad-reduce-in-bf16",
@@ -59,9 +70,8 @@ def test_flags_that_mean_different_things_are_a_problem(words, named):
     assert "drop one of the two" in found[0]
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
-def test_strategies_that_do_not_exist_here_are_refused(strategy):
-    assert "refused" in problems(f"--data-parallel-sharding-strategy {strategy}")[0]
+def test_a_strategy_that_does_not_exist_here_is_refused():
+    assert "refused" in problems("--data-parallel-sharding-strategy no_shard")[0]
 
 
 def test_words_from_files(tmp_path):
@@ -100,7 +110,26 @@ def test_the_torch_preset():
 def test_a_line_is_a_preset_of_three_flags():
     ownership = parse("--line C --collectives per_owner").config.ownership
     assert (ownership.param_layout, ownership.collectives) == ("owner", "per_owner")
-    assert "must be one of C" in problems("--line D")[0]
+    ownership = parse("--line M --owner-planner cost_aware").config.ownership
+    assert (ownership.collectives, ownership.owner_planner) == ("p2p", "cost_aware")
+    assert parse("--line M").config.ownership.owner_planner == "role_greedy"
+    ownership = parse("--line B").config.ownership
+    assert (ownership.param_layout, ownership.matrix_update) == ("even", "gather")
+
+
+def test_line_a_means_adam_unless_another_optimizer_is_given():
+    config = parse("--line A").config
+    assert (config.optimizer.optimizer, config.ownership.collectives) == ("adam", "fsdp2")
+    assert parse("--line A --optimizer sgd").config.optimizer.optimizer == "sgd"
+    assert parse("--line A --optimizer adamw").config.optimizer.optimizer == "adam"
+
+
+@pytest.mark.parametrize(("line", "reason"), [("D", "ready-scheduled"), ("H", "relays")])
+def test_lines_that_are_not_in_this_version_are_refused_by_name(line, reason):
+    (problem,) = problems(f"--line {line}")
+    assert problem.startswith(f"--line {line}: refused: ")
+    assert reason in problem
+    assert "must be one of A, B, C, M" in problems("--line X")[0]
 
 
 def test_without_rotary_positions_there_are_none_at_all():

@@ -50,7 +50,7 @@ def test_missing_fields_keep_their_defaults():
         ("training", "seed", "1", "int"),
         ("training", "seed", True, "int"),
         ("training", "seed", None, "a value is needed"),
-        ("parallel", "zero_stage", 1, "one of 2, 3"),
+        ("parallel", "zero_stage", 4, "one of 1, 2, 3"),
         ("fault", "iterations_to_skip", 3, "list"),
         ("schedule", "lr", float("nan"), "finite"),
     ],

@@ -26,11 +26,14 @@ DEVIATIONS = {
     "muon_fp32_matmul_prec",
     "distributed_backend",
     "recompute_modules",
+    "moe_router_load_balancing_type",
     "dataloader_type",
     "tokenizer_type",
 }
 BEHAVIOUR = {  # deviates under the same default and choices
     "async_save",
+    "make_vocab_size_divisible_by",
+    "moe_aux_loss_coeff",
     "log_progress",
     "log_throughput",
     "profile_step_start",

@@ -77,7 +77,6 @@ CONTRADICTIONS = [
     ("--bf16 --fp64", BASE, "--bf16", "--fp64"),
     ("--fp64 --grad-reduce-in-bf16", BASE, "--fp64", "--grad-reduce-in-bf16"),
     ("--fp64 --ns-dtype bf16", BASE, "--ns-dtype bf16", "--fp64"),
-    ("--param-layout even", BASE, "--param-layout even", "not in this version"),
     ("--ns-cost file", BASE, "--ns-cost file", "--ns-cost-file"),
     ("--ns-cost-file x", BASE, "--ns-cost-file x", "--ns-cost file"),
     ("--ns-cost closed-form --ns-cost-cache x", BASE, "--ns-cost-cache x", "measured"),

@@ -19,13 +19,16 @@ class Numbers(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"number": torch.tensor(index)}
 
 
-def stream(dataset: object, rank: int = 0, world: int = 1, **changes: object) -> BatchStream:
+def stream(
+    dataset: object, rank: int = 0, world: int = 1, tp: int = 1, **changes: object
+) -> BatchStream:
     mesh = Mesh(
         world_size=world,
         rank=rank,
         local_rank=rank,
         rows=1,
-        columns=world,
+        columns=world // tp,
+        tp=tp,
         device=torch.device("cpu"),
         backend="gloo",
     )
@@ -40,6 +43,11 @@ def drawn(batches: BatchStream, count: int) -> list[int]:
 def test_ranks_take_turns_from_the_consumed_samples_on() -> None:
     assert drawn(stream(Numbers(), 0, 2, consumed=4), 2) == [4, 5, 8, 9]
     assert drawn(stream(Numbers(), 1, 2, consumed=4), 2) == [6, 7, 10, 11]
+
+
+def test_tensor_parallel_ranks_of_a_place_read_the_same() -> None:
+    drawn_by = [drawn(stream(Numbers(), rank, 4, 2), 2) for rank in range(4)]
+    assert drawn_by == [[0, 1, 4, 5], [0, 1, 4, 5], [2, 3, 6, 7], [2, 3, 6, 7]]
 
 
 def test_a_used_up_set_is_an_error_only_when_it_is_read() -> None:

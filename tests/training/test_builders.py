@@ -11,10 +11,13 @@ import torch
 from megamuon.arguments import Config, parse_config
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route
 from megamuon.models import PRESETS
-from megamuon.optim import MuonConfig, Schedule
+from megamuon.optim import MuonConfig, NorMuonConfig, Schedule, ShampooConfig, SoapConfig
 from megamuon.training.builders import (
+    Grid,
     batches,
+    grid,
     muon_config,
+    optimizer_settings,
     rate_of,
     runtime_config,
     sample_counts,
@@ -28,8 +31,25 @@ from megamuon.training.failures import TrainingError
 from tests.support.training import flags
 
 
-def config_of(world: int = 1, **changes: object) -> Config:
-    return parse_config(flags(**changes), presets=PRESETS, world_size=world).config
+def config_of(world: int = 1, node: int | None = None, **changes: object) -> Config:
+    return parse_config(
+        flags(**changes), presets=PRESETS, world_size=world, local_world_size=node
+    ).config
+
+
+@pytest.mark.parametrize(
+    ("changes", "rows", "columns", "tp"),
+    [
+        ({}, 1, 8, 1),
+        ({"tensor_model_parallel_size": 2}, 1, 4, 2),
+        ({"sharding": "hsdp"}, 2, 4, 1),  # nodes of four
+        ({"sharding": "hsdp", "shard_size": 2}, 4, 2, 1),
+        ({"sharding": "hsdp", "tensor_model_parallel_size": 2}, 2, 2, 2),
+    ],
+)
+def test_grids(changes: dict[str, object], rows: int, columns: int, tp: int) -> None:
+    made = grid(config_of(world=8, node=4, **changes), 8)
+    assert made == Grid(rows=rows, columns=columns, tp=tp)
 
 
 def test_batches_divide_over_ranks() -> None:
@@ -157,6 +177,66 @@ def test_runtime_flags() -> None:
     assert not even.owner_layout
     assert even.planner.byte_cap is None
     assert even.optimizer.matrices == "adam"
+
+
+@pytest.mark.parametrize(
+    ("changes", "owner_layout", "collectives", "update"),
+    [
+        ({"line": "A"}, False, "fsdp2", "owner"),
+        ({"line": "B"}, False, "grouped", "gather"),
+        ({"line": "C"}, True, "grouped", "owner"),
+        ({"line": "M", "collectives": "padded"}, True, "padded", "owner"),
+    ],
+)
+def test_lines(
+    changes: dict[str, object], owner_layout: bool, collectives: str, update: str
+) -> None:
+    made = runtime_config(config_of(world=2, publish="sync", merge_experts=True, **changes))
+    assert (made.owner_layout, made.collectives) == (owner_layout, collectives)
+    assert (made.matrix_update, made.publish, made.merge_experts) == (update, "sync", True)
+    assert made.planner.policy == ("role_greedy" if changes["line"] == "M" else "lpt")
+
+
+def test_matrix_optimizers() -> None:
+    made = optimizer_settings(
+        config_of(
+            optimizer="soap",
+            muon_momentum=0.8,
+            normuon_beta2=0.9,
+            normuon_eps=1e-9,
+            shampoo_beta1=0.5,
+            shampoo_beta2=0.75,
+            shampoo_eps=1e-7,
+            shampoo_precondition_frequency=3,
+            shampoo_max_preconditioner_dim=64,
+            shampoo_grafting="rmsprop",
+            soap_variant="fb",
+            soap_beta1=0.6,
+            soap_beta2=0.7,
+            soap_shampoo_beta=0.8,
+            soap_eps=1e-6,
+            soap_precondition_frequency=4,
+            soap_max_precond_dim=128,
+        )
+    )
+    assert made.matrices == "soap"
+    assert (made.normuon.muon, made.normuon.beta2, made.normuon.eps) == (made.muon, 0.9, 1e-9)
+    assert made.muon.momentum == 0.8
+    shampoo, soap = made.shampoo, made.soap
+    assert (shampoo.beta1, shampoo.beta2, shampoo.eps) == (0.5, 0.75, 1e-7)
+    assert (shampoo.precondition_frequency, shampoo.max_preconditioner_dim) == (3, 64)
+    assert shampoo.grafting.rule == "rmsprop"
+    assert (soap.variant, soap.beta1, soap.beta2, soap.shampoo_beta) == ("fb", 0.6, 0.7, 0.8)
+    assert (soap.eps, soap.precondition_frequency, soap.max_precond_dim) == (1e-6, 4, 128)
+
+
+def test_defaults_of_the_flags_are_those_of_the_optimizers() -> None:
+    made = optimizer_settings(config_of())
+    assert (made.normuon, made.shampoo, made.soap) == (
+        NorMuonConfig(muon=made.muon),
+        ShampooConfig(),
+        SoapConfig(),
+    )
 
 
 def test_decoupled_learning_rate() -> None:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megamuon.arguments import parse_config
+from megamuon.checkpoint import Ranks
+from megamuon.mesh import Mesh
+from megamuon.models import PRESETS
+from megamuon.ownership import OwnershipPlan
 from megamuon.training import read_checkpoint_args
+from megamuon.training.checkpointing import RunCheckpoints, Source
+from megamuon.training.failures import TrainingError
+from megamuon.training.logging import Console
 from tests.support.training import (
     Recorded,
     documents,
@@ -105,6 +115,145 @@ def test_without_optimizer_state_a_resume_says_what_to_do(
     assert train(flags(**shared, train_iters=4, load=tmp_path)) == 1
     assert "add --no-load-optim" in capsys.readouterr().err
     assert train(flags(**shared, train_iters=4, load=tmp_path, no_load_optim=True)) == 0
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "new", "stays"), [("adam", 21, 17), ("sgd", 38, 0), ("normuon", 21, 17)]
+)
+def test_another_optimizer_keeps_weights_and_what_it_reads_alike(
+    optimizer: str,
+    new: int,
+    stays: int,
+    saved: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = flags(
+        **{**QUICK, "save_interval": 1},
+        train_iters=5,
+        global_batch_size=4,
+        load=saved,
+        save=tmp_path,
+        optimizer=optimizer,
+        lr=1e-30,
+    )
+    assert train([*words, "--override-opt_param-scheduler"]) == 0
+    text = capsys.readouterr().out
+    assert f"optimizer changed from muon to {optimizer}: weights are kept" in text
+    assert f"state of {new} parameters is new, that of {stays} goes on" in text
+    kept, all_saved = 3 * stays, 21 + 3 * 17  # momenta, and three tensors of AdamW
+    assert (
+        f"filled 38 of 38 weights and {kept} optimizer tensors; {all_saved - kept} tensors of"
+        " the checkpoint are not used, e.g. optimizer." in text
+    )
+    before, after = stored_tensors(saved, 4), stored_tensors(tmp_path, 5)
+    for name in (n for n in before if not n.startswith("optimizer.")):
+        torch.testing.assert_close(before[name], after[name], rtol=1e-6, atol=1e-9)
+    steps = {name: float(t) for name, t in after.items() if name.startswith("optimizer.step.")}
+    if stays:
+        assert steps["optimizer.step.model.norm.weight"] == 5
+        matrix = "optimizer.step.model.layers.0.mlp.up_proj.weight"
+        assert steps.get(matrix, 1) == 1  # AdamW counts anew; NorMuon counts nothing
+    assert documents(tmp_path, 5)["counters"]["iteration"] == 5
+
+
+def place(rank: int, rows: int, columns: int, tp: int) -> Mesh:
+    return Mesh(
+        world_size=rows * columns * tp,
+        rank=rank,
+        local_rank=rank,
+        rows=rows,
+        columns=columns,
+        tp=tp,
+        device=torch.device("cpu"),
+        backend="gloo",
+    )
+
+
+def test_a_stored_plan_is_for_a_grid_of_its_shape(saved: Path) -> None:
+    source = Source(directory=saved, iteration=4, documents=documents(saved, 4), weights_only=False)
+    assert source.plan_for(place(0, 1, 1, 1)) is source.plan is not None
+    for rows, columns, tp in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        assert source.plan_for(place(0, rows, columns, tp)) is None
+
+
+def test_a_plan_from_before_tensor_parallelism_is_reused(saved: Path) -> None:
+    stored = documents(saved, 4)
+    plan = stored["plan"]
+    del plan["topology"]["tp"], plan["tp_owners"]
+    for name in ("balance_gain", "workspace_growth", "workspace_cap_mib"):
+        del plan["settings"][name]
+    for parameter in plan["parameters"]:
+        del parameter["cut"], parameter["tp_partial"]
+    old = Source(directory=saved, iteration=4, documents=stored, weights_only=False)
+    new = Source(directory=saved, iteration=4, documents=documents(saved, 4), weights_only=False)
+    assert old.plan == new.plan is not None
+    assert old.plan_for(place(0, 1, 1, 1)) is old.plan
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"settings": {"unknown": 1}}, {"units": None}])
+def test_a_plan_that_cannot_be_read_is_named_and_made_anew(
+    change: dict[str, object],
+    saved: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    read = OwnershipPlan.from_json
+    monkeypatch.setattr(
+        OwnershipPlan, "from_json", lambda text: read(json.dumps({**json.loads(text), **change}))
+    )
+    words = flags(**{**QUICK, "save_interval": None}, train_iters=5, global_batch_size=4)
+    words += ["--load", str(saved), "--override-opt_param-scheduler"]
+    assert train(words) == 0
+    text = capsys.readouterr().out
+    assert f"WARNING: the ownership plan in {saved} is not used: " in text
+    assert "made now" in text
+    assert "  filled 38 of 38 weights and 72 optimizer tensors\n" in text
+
+
+def test_a_weight_that_no_load_filled_is_an_error(saved: Path) -> None:
+    source = Source(directory=saved, iteration=4, documents=documents(saved, 4), weights_only=False)
+    config = parse_config(flags(), presets=PRESETS, world_size=1).config
+    mesh = place(0, 1, 1, 1)
+    run = RunCheckpoints(config, mesh, Ranks(), Console(mesh))
+    assert source.plan is not None
+    names = tuple(p.name for p in source.plan.parameters)
+    loaded = SimpleNamespace(filled=names[1:], unused=(), widened=())
+    with pytest.raises(TrainingError, match=rf"1 of 38 weights not filled: {names[0]}"):
+        run._report_filled(loaded, SimpleNamespace(plan=source.plan))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stored_tp", "mesh", "taken"),
+    [
+        (1, place(3, 2, 2, 1), 3),
+        (1, place(2, 1, 4, 1), 2),
+        (2, place(1, 1, 2, 1), 2),  # of its place's first tensor-parallel rank
+        (2, place(3, 1, 2, 2), 2),
+        (1, place(5, 1, 4, 2), 2),
+        (1, place(0, 1, 2, 2), "4 data-parallel ranks do not fit 2 data-parallel ranks"),
+        (1, place(0, 1, 2, 1), "4 ranks do not fit 2 ranks"),
+    ],
+)
+def test_random_states_follow_the_data_parallel_place(
+    stored_tp: int,
+    mesh: Mesh,
+    taken: int | str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    restored: list[int] = []
+    monkeypatch.setattr("megamuon.training.checkpointing.restore_rng", restored.append)
+    stored = {"rng": [0, 1, 2, 3], "args": {"parallel": {"tensor_model_parallel_size": stored_tp}}}
+    source = Source(directory=Path(), iteration=1, documents=stored, weights_only=False)
+    config = parse_config(flags(), presets=PRESETS, world_size=1).config
+    run = RunCheckpoints(config, mesh, Ranks(), Console(mesh))
+    run._resume_rng(source)
+    if isinstance(taken, int):
+        assert restored == [taken]
+    else:
+        assert restored == []
+        assert f"random states of {taken}: continuing with fresh" in capsys.readouterr().out
 
 
 def test_an_architecture_of_the_same_shapes_and_another_meaning_is_refused(

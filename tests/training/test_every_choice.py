@@ -48,6 +48,7 @@ RESUME = {"load": "@saved", "train_iters": 3, "override_opt_param_scheduler": Tr
 RAMP = {"start_weight_decay": 0.0, "end_weight_decay": 0.1}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 1}
 FULL = {"recompute_granularity": "full", "recompute_num_layers": 1}
+EXPERTS = {"num_experts": 4, "swiglu": True, "add_bias_linear": False}
 WITH: dict[Any, dict[str, Any]] = {
     ("attention_backend", "flash"): {"attention_dropout": 0.0},  # CPUs have no kernel with dropout
     "group_query_attention": {"num_query_groups": 1},
@@ -74,6 +75,22 @@ WITH: dict[Any, dict[str, Any]] = {
     "use_checkpoint_opt_param_scheduler": RESUME | {"override_opt_param_scheduler": None},
     "grad_reduce_in_bf16": {"bf16": True},
     ("param_layout", "even"): {"optimizer": "adam"},
+    ("collectives", "fsdp2"): {
+        "optimizer": "adam",
+        "param_layout": "even",
+        "matrix_update": "none",
+    },
+    ("matrix_update", "gather"): {"param_layout": "even"},
+    ("matrix_update", "none"): {"optimizer": "adam"},
+    "merge_experts": EXPERTS,
+    "moe_shared_expert_gate": EXPERTS | {"moe_shared_expert_intermediate_size": 8},
+    "moe_router_norm_topk_prob": EXPERTS,
+    "moe_router_load_balancing_type": EXPERTS,
+    "moe_aux_loss_scope": EXPERTS | {"moe_aux_loss_coeff": 0.1},
+    "moe_token_drop_policy": EXPERTS | {"moe_expert_capacity_factor": 1.0},
+    "moe_grouped_gemm": EXPERTS,
+    "shampoo_grafting": {"optimizer": "shampoo"},
+    "soap_variant": {"optimizer": "soap"},
     ("ns_cost", "file"): {"ns_cost_file": "@times"},
     ("ns_cost", "measured"): {"ns_cost_cache": "@cache"},
     ("recompute_granularity", "full"): FULL | {"recompute_method": "uniform"},

@@ -47,6 +47,30 @@ def test_pairs_weigh_by_count_and_single_numbers_do_not() -> None:
         sums.add({"pair": torch.zeros(3)})
 
 
+def test_only_the_first_tensor_parallel_rank_of_a_place_speaks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two places of two ranks each: the sum that the ranks would exchange, put together here."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda vector: sent.append(vector.clone()))
+    for rank in range(4):
+        mesh = Mesh(
+            world_size=4,
+            rank=rank,
+            local_rank=rank,
+            rows=1,
+            columns=2,
+            tp=2,
+            device=torch.device("cpu"),
+            backend="gloo",
+        )
+        sums = Sums()
+        place = mesh.data_parallel_rank
+        sums.add({"pair": torch.tensor([10.0 + place, 4.0]), "single": torch.tensor(1.0 + place)})
+        sums.reduced(mesh, [1.0])
+    assert sum(sent).tolist() == [21.0, 8.0, 3.0, 2.0, 4.0]
+
+
 def test_not_finite_is_seen_in_report_and_in_loss() -> None:
     sums = Sums()
     sums.add({"a": torch.tensor([1.0, 1.0])}, torch.tensor(1.0))

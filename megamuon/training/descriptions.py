@@ -1,0 +1,105 @@
+"""What a run says about itself at its start: grid, plan, optimizer, memory of the runtime.
+
+Owns these lines.  Pure: values in, text out; no clock, no collective.  Tested by
+``tests/training/test_descriptions.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megamuon.arguments import Config
+from megamuon.mesh import Mesh
+from megamuon.ownership import OwnershipPlan, summarize
+from megamuon.runtime import OptimizerSettings, Runtime
+
+
+def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
+    """Two lines: the plan's identity, and how even it is."""
+    report = summarize(plan)
+    rails = ", ".join(f"{rail.mib:.1f}" for rail in report.rails[:8])
+    more = ", ..." if len(report.rails) > 8 else ""
+    origin = "from the checkpoint" if reused else "made now"
+    return (
+        f"ownership plan {plan.digest[:16]} ({origin}): {report.units} units on"
+        f" {plan.topology.world} ranks, {report.idle_ranks} of them idle\n"
+        f"  MiB per rail: {rails}{more} | busiest over mean: NS time"
+        f" {report.busiest_over_mean_ns:.3f}, bytes {report.busiest_over_mean_bytes:.3f}"
+    )
+
+
+def describe_grid(config: Config, mesh: Mesh) -> str:
+    """One line: the line of work, and how the ranks are laid out."""
+    flags, owners = config.parallel, config.ownership
+    rows = f"{mesh.rows} rows of {mesh.columns} ranks" if mesh.rows > 1 else f"{mesh.columns} ranks"
+    tp = f" x {mesh.tp} tensor-parallel" if mesh.tp > 1 else ""
+    publish = f" | publish {flags.publish}" if mesh.rows > 1 else ""
+    return (
+        f"line {owners.line} | {flags.sharding} on {rows}{tp} | ZeRO-{flags.zero_stage} |"
+        f" layout {owners.param_layout}, collectives {owners.collectives}, matrix update"
+        f" {owners.matrix_update}{publish}"
+    )
+
+
+def runtime_line(runtime: Runtime) -> str:
+    """What this rank's runtime holds between steps in MB, and how gradients reached their slots."""
+    held = " | ".join(
+        f"{kind.replace('_', ' ')}: {size / 1e6:.2f}" for kind, size in runtime.memory().items()
+    )
+    share = runtime.copied_share()
+    return f"[owner runtime] memory (MB) | {held} | gradient bytes copied into slots: {share:.2%}"
+
+
+def describe_optimizer(config: Config, runtime: Runtime) -> str:
+    """The recipe in one line: the optimizer's numbers, and how many matrices it has."""
+    routes = summarize(runtime.plan).routes
+    counts = ", ".join(f"{route} {count}" for route, count in routes.items() if count)
+    flags, settings = config.optimizer, runtime.config.optimizer
+    recipe = _RECIPES.get(flags.optimizer)
+    parts = [f"optimizer {flags.optimizer}", *(recipe(config, settings) if recipe else ())]
+    return " | ".join([*parts, f"parameters by route: {counts}"])
+
+
+def _muon_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
+    muon, flags = settings.muon, config.optimizer
+    schulz = muon.newton_schulz
+    return [
+        f"momentum {muon.momentum} ({muon.momentum_form}{', nesterov' if muon.nesterov else ''})",
+        f"scale {muon.scale} x {muon.extra_scale}",
+        f"Newton-Schulz {flags.muon_coefficient_type}, {len(schulz.polynomials)} steps,"
+        f" form {schulz.form}, dtype {schulz.dtype}",
+        f"weight decay {flags.weight_decay}",
+        f"clip {flags.clip_grad}",
+    ]
+
+
+def _normuon_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
+    own = f"second moment {settings.normuon.beta2} per {settings.normuon.neurons}"
+    return [own, *_muon_recipe(config, settings)]
+
+
+def _shampoo_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
+    made = settings.shampoo
+    return [
+        f"betas {made.beta1}, {made.beta2}",
+        f"inverted every {made.precondition_frequency} steps",
+        f"blocks up to {made.max_preconditioner_dim}",
+        f"grafting {made.grafting.rule}",
+    ]
+
+
+def _soap_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
+    made = settings.soap
+    return [
+        f"variant {made.variant}",
+        f"betas {made.beta1}, {made.beta2}",
+        f"bases refreshed every {made.precondition_frequency} steps",
+    ]
+
+
+_RECIPES: Mapping[str, Callable[[Config, OptimizerSettings], list[str]]] = {
+    "muon": _muon_recipe,
+    "normuon": _normuon_recipe,
+    "shampoo": _shampoo_recipe,
+    "soap": _soap_recipe,
+}
