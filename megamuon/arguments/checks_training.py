@@ -299,6 +299,13 @@ def check_precision(config: Config, facts: Facts) -> list[str]:
     precision, problems = config.precision, []
     if precision.bf16 and precision.fp64:
         problems.append("--bf16 and --fp64: give one of the two")
+    if precision.fp64 and precision.gather_in_bf16:
+        problems.append("--fp64 and --gather-in-bf16: FP64 gathers in FP64; drop one of the two")
+    if precision.gather_in_bf16 and config.ownership.collectives == "fsdp2":
+        problems.append(
+            "--gather-in-bf16: torch's FSDP2 (--collectives fsdp2, line A) gathers in the compute"
+            " dtype; use --bf16 or another line"
+        )
     if precision.fp64 and precision.grad_reduce_in_bf16:
         problems.append(
             "--fp64 and --grad-reduce-in-bf16: FP64 reduces in FP64; drop one of the two"

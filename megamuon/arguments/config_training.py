@@ -201,3 +201,6 @@ class PrecisionFlags:
     bf16: bool = flag(False, "compute and gather in BF16 with FP32 masters")
     fp64: bool = flag(False, "everything in FP64, masters included: for equivalence tests")
     grad_reduce_in_bf16: bool = flag(False, "reduce gradients in BF16 instead of FP32")
+    gather_in_bf16: bool = flag(
+        False, "gather and publish weights in BF16 where the arithmetic stays FP32"
+    )

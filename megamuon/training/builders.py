@@ -276,6 +276,7 @@ def runtime_config(config: Config) -> RuntimeConfig:
         matrix_update="gather" if owners.matrix_update == "gather" else "owner",
         publish=config.parallel.publish,
         compute_dtype=torch.bfloat16 if precision.bf16 else wide,
+        gather_dtype=torch.bfloat16 if precision.gather_in_bf16 else None,
         reduce_dtype=torch.bfloat16 if precision.grad_reduce_in_bf16 else wide,
         master_dtype=wide,
         owner_layout=owners.param_layout == "owner",

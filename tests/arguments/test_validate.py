@@ -76,6 +76,8 @@ CONTRADICTIONS = [
     ("--muon-preset torch --ns-dtype fp32", BASE, "--ns-dtype fp32", "--muon-preset torch"),
     ("--bf16 --fp64", BASE, "--bf16", "--fp64"),
     ("--fp64 --grad-reduce-in-bf16", BASE, "--fp64", "--grad-reduce-in-bf16"),
+    ("--fp64 --gather-in-bf16", BASE, "--fp64", "--gather-in-bf16"),
+    ("--line A --gather-in-bf16", BASE, "--gather-in-bf16", "fsdp2"),
     ("--fp64 --ns-dtype bf16", BASE, "--ns-dtype bf16", "--fp64"),
     ("--ns-cost file", BASE, "--ns-cost file", "--ns-cost-file"),
     ("--ns-cost-file x", BASE, "--ns-cost-file x", "--ns-cost file"),

@@ -131,6 +131,11 @@ def test_torch_preset_is_torch_optim_muon() -> None:
     assert made == wanted
 
 
+def test_gathers_may_be_narrower_than_the_arithmetic() -> None:
+    made = runtime_config(config_of(gather_in_bf16=True))
+    assert (made.compute_dtype, made.sent_dtype) == (torch.float32, torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("changes", "compute", "reduce", "master"),
     [
