@@ -48,7 +48,9 @@ def gather_stack(axis: TpAxis, part: Tensor) -> Tensor:
     """``part`` of every rank, stacked on a new dim 0 in rank order."""
     part = part.contiguous()
     stack = part.new_empty((axis.size, *part.shape))
-    dist.all_gather_into_tensor(stack.flatten(0, 1) if part.ndim else stack, part, axis.group)
+    # Newer torch warns of the older name, older torch lacks the newer one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(stack.flatten(0, 1) if part.ndim else stack, part, group=axis.group)
     return stack
 
 
