@@ -11,7 +11,8 @@ one process).
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -125,6 +126,15 @@ class Work:
 
 class CollectiveError(RuntimeError):
     """A collective did not finish: a peer died, or the ranks disagree."""
+
+
+@contextmanager
+def named(operation: str) -> Iterator[None]:
+    """Name a blocking operation in whatever a backend raises.  Raises CollectiveError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"{operation} failed: {error}") from error
 
 
 class Transport(abc.ABC):

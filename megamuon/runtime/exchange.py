@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.collectives.base import named
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import LogicalParameter
 
@@ -91,13 +92,14 @@ class PieceExchange:
         away = sum(p.numel() for rank, p in enumerate(packed) if rank != self.tp_rank)
         self.traffic.sent(name, "tp", away * like.element_size())
         received = like.new_empty(sum(sizes))
-        dist.all_to_all_single(
-            received,
-            torch.cat(packed),
-            list(sizes),
-            [p.numel() for p in packed],
-            group=self.group,
-        )
+        with named(f"{name} between the tp ranks"):
+            dist.all_to_all_single(
+                received,
+                torch.cat(packed),
+                list(sizes),
+                [p.numel() for p in packed],
+                group=self.group,
+            )
         return list(received.split(list(sizes)))
 
 
@@ -135,7 +137,8 @@ def sum_in_order(
     if traffic is not None:
         traffic.sent("tp_gradient", "tp", (world - 1) * packed.numel() * packed.element_size())
     everyone = [torch.empty_like(packed) for _ in range(world)]
-    dist.all_gather(everyone, packed, group=group)
+    with named("tp_gradient between the tp ranks"):
+        dist.all_gather(everyone, packed, group=group)
     total = everyone[0].to(torch.promote_types(packed.dtype, torch.float32), copy=True)
     for other in everyone[1:]:
         total.add_(other)

@@ -142,23 +142,26 @@ class FullyShardedRuntime:
         """This rank's pieces of every weight (by canonical name) and optimizer tensor
         (``optimizer.<state>.<name>``); the tensors are the live ones.
 
-        Each element is listed by one rank: by the first row of the mesh, and where nothing is cut
-        by the first tensor-parallel rank; a scalar by the first holder. With ``everywhere`` (what a
-        load wants) all ranks list all that they hold.
+        Each element is listed by one rank: the rows of the mesh list a share each of what they hold
+        alike; where nothing is cut the first tensor-parallel rank lists, and a scalar the first
+        holder. With ``everywhere`` (what a load wants) all ranks list all that they hold.
         """
         found: list[StoredTensor] = []
+        row, rows = (0, 1) if everywhere else (self.mesh.row, self.mesh.rows)
         for piece in self._step.pieces:
-            name = piece.parameter.name
-            if not piece.master.numel() or not (piece.counts or everywhere):
+            name, cut = piece.parameter.name, piece.parameter.cut is not None
+            if not piece.master.numel() or not (cut or piece.tp_rank == 0 or everywhere):
                 continue
-            found.append(piece.stored(name, piece.master))
-            first = piece.first_row == 0 and self.mesh.row == 0 and piece.tp_rank == 0
+            pieces = [piece.stored(name, piece.master)]
+            first = everywhere or (piece.first_row == 0 and row == 0 and piece.tp_rank == 0)
             for key, tensor in (self._step.state.get(name, {}) if optimizer else {}).items():
                 stored = f"{OPTIMIZER_PREFIX}{key}.{name}"
                 if tensor.ndim:
-                    found.append(piece.stored(stored, tensor))
-                elif everywhere or first:
+                    pieces.append(piece.stored(stored, tensor))
+                elif first:
                     found.append(StoredTensor(name=stored, shape=(), offset=(), data=tensor))
+            shares = (piece.share(row, rows) for piece in pieces)
+            found.extend(share for share in shares if share is not None)
         return found
 
     def loaded(self) -> None:

@@ -142,12 +142,10 @@ class FullyShardedStep:
             for place, piece in enumerate(self.trainable)
             if (gradient := gradients[piece.parameter.name]) is not None and gradient.numel()
         ]
-        norms = torch._foreach_norm([gradient for _, _, gradient in present]) if present else []
-        squares = torch.stack(norms).to("cpu", torch.float64).square().tolist() if norms else []
+        held = [gradient for _, _, gradient in present]
+        norms = torch._foreach_norm(held, dtype=torch.float64) if held else []
+        squares = torch.stack(norms).cpu().square().tolist() if norms else []
         for (place, piece, gradient), square in zip(present, squares, strict=True):
-            if not math.isfinite(square):
-                # Squares of finite FP32 numbers overflow from 1.8e19 on.
-                square = float(gradient.to(torch.float64).square().sum())
             if not math.isfinite(square):
                 vector[2 + place] += 2 * ranks
             elif piece.counts:

@@ -22,6 +22,7 @@ from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import PieceExchange
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
+from megamuon.runtime.matrix_update import HeldState
 from megamuon.runtime.step import OwnerStep, StepResult
 
 OPTIMIZER_PREFIX = "optimizer."
@@ -109,41 +110,51 @@ class Runtime:
         """This rank's pieces of every weight (by canonical name) and optimizer tensor
         (``optimizer.<state>.<name>``); the tensors are the live ones.
 
-        What several ranks hold alike (slices of every row, what every tp rank keeps, counts like
-        AdamW's step) is listed by the first of them only, or with ``everywhere`` (what a load
-        wants) by all.
+        Each element is listed once: rows that hold a slice alike list a share of it each, and of
+        what every tp rank keeps, or what belongs to no element (counts like AdamW's step), the
+        first holder lists all. With ``everywhere`` (what a load wants) each rank lists all it
+        holds.
         """
         found: list[StoredTensor] = []
+        row, rows = self.mesh.row, self.mesh.rows
         for segment in self._step.segments():
             parameter = segment.parameter
-            if not (everywhere or self._step.counts(parameter)):
+            if not (everywhere or parameter.cut is not None or self.mesh.tp_rank == 0):
                 continue
-            found.append(_stored(parameter.name, segment, segment.shaped(segment.master)))
+            alike = parameter.layout is Layout.EVEN and not everywhere
+            pieces = [_stored(parameter.name, segment, segment.shaped(segment.master))]
             if optimizer and segment.window is not None:
-                first = everywhere or not any(segment.offset)
-                found.extend(self._optimizer_state(segment, first))
+                first = everywhere or not (any(segment.offset) or (alike and row))
+                found.extend(self._state_of_no_element(segment, first))
+                pieces.extend(self._state_beside(segment))
+            shares = (piece.share(row, rows) if alike else piece for piece in pieces)
+            found.extend(share for share in shares if share is not None)
         return found
 
-    def _optimizer_state(self, segment: LocalSegment, first: bool) -> Iterator[StoredTensor]:
-        """``first``: also list what belongs to no element of the segment."""
-        parameter, matrices = segment.parameter, self._step.matrices
-        wholes: dict[str, Tensor] = {}
+    def _held_state(self, parameter: LogicalParameter) -> HeldState:
+        matrices = self._step.matrices
         if parameter.route is Route.MUON and matrices is not None:
-            held = matrices.state[parameter.name]
-            pieces, wholes = held.piece, held.whole
-        else:
-            pieces = self._step.state[parameter.name]
-        for key, tensor in pieces.items():
-            name = f"{OPTIMIZER_PREFIX}{key}.{parameter.name}"
+            return matrices.state[parameter.name]
+        return HeldState(piece=self._step.state[parameter.name], whole={})
+
+    def _state_beside(self, segment: LocalSegment) -> Iterator[StoredTensor]:
+        """Optimizer tensors that have the segment's elements."""
+        parameter = segment.parameter
+        for key, tensor in self._held_state(parameter).piece.items():
             if tensor.ndim or not parameter.shape:
-                yield _stored(name, segment, tensor)
-            elif first:
-                yield StoredTensor(name=name, shape=(), offset=(), data=tensor)
-        if parameter.layout is Layout.EVEN and not first:
-            return  # every rank of a row holds the state of the whole
-        for key, tensor in wholes.items():
-            name = f"{OPTIMIZER_PREFIX}{key}.{parameter.name}"
+                yield _stored(f"{OPTIMIZER_PREFIX}{key}.{parameter.name}", segment, tensor)
+
+    def _state_of_no_element(self, segment: LocalSegment, first: bool) -> Iterator[StoredTensor]:
+        """Counts, listed by the ``first`` holder of the parameter, and the state of whole matrices,
+        listed by the rank that works on them; where all do, by the first.
+        """
+        parameter = segment.parameter
+        held = self._held_state(parameter)
+        counts = {k: t for k, t in held.piece.items() if not t.ndim and parameter.shape}
+        wholes = held.whole if first or parameter.layout is not Layout.EVEN else {}
+        for key, tensor in {**(counts if first else {}), **wholes}.items():
             shape = tuple(tensor.shape)
+            name = f"{OPTIMIZER_PREFIX}{key}.{parameter.name}"
             yield StoredTensor(name=name, shape=shape, offset=(0,) * len(shape), data=tensor)
 
     def loaded(self) -> None:

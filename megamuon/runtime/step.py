@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.collectives.base import named
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.mesh import Mesh
@@ -137,12 +138,12 @@ class OwnerStep:
         ]
         windows = [s.window for s in local]
         if windows:
-            squares = torch.stack(torch._foreach_norm(windows)).to("cpu", torch.float64).square()
-            for segment, square in zip(local, squares.tolist(), strict=True):
-                if not math.isfinite(square):
-                    # Squares of finite FP32 numbers overflow from 1.8e19 on; that is no reason to
-                    # skip a step.
-                    square = float(segment.window.to(torch.float64).square().sum())
+            # In FP64: squares of finite FP32 numbers do not overflow, and the clipping factor does
+            # not depend on how the layout cuts the sum.
+            norms = torch._foreach_norm(windows, dtype=torch.float64)
+            for segment, square in zip(
+                local, torch.stack(norms).cpu().square().tolist(), strict=True
+            ):
                 if math.isfinite(square):
                     vector[0] += square
                 else:
@@ -151,7 +152,8 @@ class OwnerStep:
             vector[1] = sum(int((w == 0).sum()) for w in windows)
         if self.group is not None:
             vector = vector.to(device)
-            dist.all_reduce(vector, group=self.group)
+            with named("gradient norm"):
+                dist.all_reduce(vector, group=self.group)
             self.traffic.sent("norm", "world", vector.numel() * vector.element_size())
             vector = vector.cpu()
         entries = vector[2:].tolist()

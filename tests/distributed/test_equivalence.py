@@ -1,158 +1,304 @@
-"""Owner training against the single-process textbook loop.
+"""Sharded training against the single-process reference, as ``tools/equivalence.py`` does it.
 
-In FP64, where rounding cannot hide a fault, losses, norms and weights agree to 1e-9 over 50 steps
-for every combination of ranks, ZeRO stage, accumulation and recompute; transports, unit thresholds
-and reduction modes are dealt over them. In FP32 losses agree to 1e-4 over 20 steps.
+In FP64, where rounding cannot hide a fault, losses, norms and weights agree to 1e-9; in FP32 losses
+agree to 1e-4 over 20 steps. Not the whole product runs here, but a *covering* subset: every pair of
+values of two factors that can occur together occurs in one of the cases (``covering``), on four and
+on eight ranks; transports and unit thresholds are dealt over the cases in turn. The whole product
+is the tool's business.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from megamuon.models.gpt import GPT
-from megamuon.optim.adamw import AdamWConfig
-from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
 from tests.support.ranks import run_ranks
-from tests.support.reference import SEED, Case, batch_of, nano_config, reference_run
+from tools.reference_training import Training, reference_run
+from tools.sharded_training import Case, Difference, not_applicable, run_cases
+
+MODELS = ("nano", "nano-moe")
+# Rows, columns and tp on four and on eight ranks.
+SHAPES = {
+    4: ((1, 4, 1), (2, 2, 1), (1, 2, 2)),
+    8: ((1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)),
+}
+# What has to be equal first; then what else may differ.
+GRID = ("line", "shape", "zero_stage", "tp", "model")
+FACTORS = (*GRID, "accumulation", "recompute", "sequence_parallel", "publish")
+Chosen = dict[str, Any]
+Pairs = set[frozenset[tuple[str, Any]]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """One way to run a case on the owner runtime."""
+class Bench:
+    """References, each computed once, and a folder for everything."""
 
-    case: Case
-    zero_stage: int
-    threshold: int = 2_000
-    collectives: str = "grouped"
-    reduce_once: bool = False  # accumulate on the rank, reduce once per step
-    matrices: str = "muon"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[Training, str] = {}
 
+    def reference(self, training: Training) -> str:
+        """The file of a reference run."""
+        if training not in self.files:
+            path = self.folder / f"reference-{len(self.files)}.pt"
+            torch.save(reference_run(training), path)
+            self.files[training] = str(path)
+        return self.files[training]
 
-def train(rank: int, world: int, setting: Setting) -> tuple[list[float], list[float], dict]:
-    """Losses, norms and whole final weights of one run."""
-    case = setting.case
-    with torch.device("meta"):
-        model = GPT(nano_config(case.recompute))
-    runtime = shard(
-        model,
-        layers=GPT.layer_classes,
-        initial=model.initialise_,
-        config=RuntimeConfig(
-            zero_stage=setting.zero_stage,
-            collectives=setting.collectives,
-            compute_dtype=case.dtype,
-            reduce_dtype=case.dtype,
-            master_dtype=case.dtype,
-            unit_threshold=setting.threshold,
-            seed=SEED,
-            optimizer=OptimizerSettings(
-                matrices=setting.matrices,
-                clip=case.clip,
-                adamw=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8),
-            ),
-        ),
-    )
-    losses, norms = [], []
-    for step in range(case.steps):
-        tokens, labels = (part.chunk(case.accumulation) for part in batch_of(step, case))
-        total = torch.zeros(1, dtype=torch.float64)
-        for index, (part, target) in enumerate(zip(tokens, labels, strict=True)):
-            keep = setting.reduce_once and index + 1 < case.accumulation
-            with runtime.accumulate() if keep else contextlib.nullcontext():
-                mine = slice(rank * len(part) // world, (rank + 1) * len(part) // world)
-                loss = model(part[mine], labels=target[mine]).mean()
-                (loss / case.accumulation).backward()
-            total += loss.detach() / case.accumulation
-        dist.all_reduce(total)
-        losses.append(float(total) / world)
-        norms.append(runtime.step(case.lr, case.wd).gradient_norm)
-    return losses, norms, dict(runtime.full_parameters())
+    def differences(
+        self, cases: Sequence[Case], fault: str | None = None
+    ) -> list[list[Difference]]:
+        """What every rank found, by case; all cases have one number of ranks."""
+        references = {case.reference: self.reference(case.reference) for case in cases}
+        folder = self.folder / f"start-{len(list(self.folder.iterdir()))}"
+        folder.mkdir()
+        arguments = (cases, references, str(folder), fault)
+        everyone = run_ranks(run_cases, cases[0].ranks, *arguments, timeout=580.0)
+        return [list(found) for found in zip(*everyone, strict=True)]
+
+    def check(self, cases: Sequence[Case]) -> None:
+        """FP64: everything to 1e-9 on every rank."""
+        for case, found in zip(cases, self.differences(cases), strict=True):
+            for rank, difference in enumerate(found):
+                largest = max(difference.loss, difference.norm, difference.weight)
+                assert largest < 1e-9, (case.name, rank, difference)
 
 
-def work(rank: int, world: int, settings: list[Setting]) -> list[tuple]:
-    """All settings in one start of the ranks; weights come back from rank 0 only."""
-    results = []
-    for setting in settings:
-        losses, norms, weights = train(rank, world, setting)
-        results.append((losses, norms, weights if rank == 0 else None))
-    return results
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    torch.set_num_threads(1)
+    return Bench(tmp_path_factory.mktemp("equivalence"))
 
 
-def grid(dtype: torch.dtype, steps: int, world: int) -> list[Setting]:
-    """ZeRO x accumulation x recompute; the rest is dealt over it, shifted by the ranks, so
-    that over the numbers of ranks every combination meets both thresholds and both transports.
+# --- which cases ---------------------------------------------------------------------------------
+
+
+def combinations(ranks: int, steps: int) -> Iterator[tuple[Chosen, Case]]:
+    """All values of ``FACTORS`` that exist together on so many ranks, with their cases."""
+    for line, shape, stage, model, recompute in itertools.product(
+        "ABCM", SHAPES[ranks], (1, 2, 3), MODELS, (False, True)
+    ):
+        rows, columns, tp = shape
+        owners_on_rows = line == "C" and rows > 1
+        for accumulation, sequence, publish in itertools.product(
+            (1, 2, "reduced once"),
+            (False, True) if tp > 1 else (False,),
+            ("async", "sync") if owners_on_rows else (None,),
+        ):
+            once = accumulation == "reduced once"
+            case = Case(
+                line=line,
+                rows=rows,
+                columns=columns,
+                tp=tp,
+                zero_stage=stage,
+                sequence_parallel=sequence,
+                publish=publish,
+                gradient_reduction="step" if once else "micro-batch",
+                training=Training(
+                    model=model,
+                    steps=steps,
+                    accumulation=2 if once else int(accumulation),
+                    recompute=recompute,
+                    batch=2 * ranks,
+                    length=8,
+                ),
+            )
+            values = (line, f"{rows}x{columns}", stage, tp, model)
+            values += (accumulation, recompute, sequence, publish)
+            if not_applicable(case) is None:
+                yield dict(zip(FACTORS, values, strict=True)), case
+
+
+def pairs(chosen: Chosen, names: Sequence[str]) -> Pairs:
+    """Every two values of a combination, of the factors ``names``."""
+    return set(map(frozenset, itertools.combinations([(n, chosen[n]) for n in names], 2)))
+
+
+def covering(
+    ranks: int, steps: int, names: Sequence[str] = FACTORS, known: Pairs = frozenset()
+) -> list[tuple[Chosen, Case]]:
+    """Few combinations that hold every pair of values of ``names`` that any combination holds, but
+    for the pairs that are ``known`` already.
+
+    Again and again the one that adds most pairs of ``names`` is taken, among equals the one that
+    adds most pairs of all factors, among those the first.
     """
-    chosen = []
-    axes = itertools.product((2, 3), (1, 2), (False, True))
-    for number, (zero_stage, accumulation, recompute) in enumerate(axes):
-        turn = number + world
-        chosen.append(
-            Setting(
-                case=Case(steps=steps, accumulation=accumulation, recompute=recompute, dtype=dtype),
-                zero_stage=zero_stage,
-                threshold=(2_000, 5_000_000)[turn % 2],
-                collectives=("grouped", "per_owner")[turn // 2 % 2],
-                reduce_once=turn % 3 == 0,
+    left = [
+        (pairs(c, names), pairs(c, FACTORS), (c, case)) for c, case in combinations(ranks, steps)
+    ]
+    wanted = set().union(*(first for first, _, _ in left)) - known
+    missing = set().union(*(every for _, every, _ in left))
+    taken: list[tuple[Chosen, Case]] = []
+    while wanted:
+        first, every, one = max(left, key=lambda e: (len(e[0] & wanted), len(e[1] & missing)))
+        taken.append(one)
+        wanted, missing = wanted - first, missing - every
+    return taken
+
+
+def small_cover(ranks: int, steps: int) -> list[Case]:
+    """Every pair of ``GRID``; on eight ranks those that four do not have."""
+    known: Pairs = set()
+    if ranks == 8:
+        known = known.union(*(pairs(chosen, GRID) for chosen, _ in covering(4, steps, GRID)))
+    return deal([case for _, case in covering(ranks, steps, GRID, known)])
+
+
+TRANSPORTS = {"C": (None, "per_owner", "p2p", "padded"), "M": (None, "per_owner", "padded")}
+POLICIES = {"C": (None, "numel", "cost_aware"), "M": (None, "scope_greedy", "cost_aware")}
+
+
+def deal(cases: Sequence[Case]) -> list[Case]:
+    """Transports, planner policies and unit thresholds, in turn over the cases of a line."""
+    turns = {line: itertools.count() for line in "ABCM"}
+    dealt = []
+    for case in cases:
+        turn = next(turns[case.line])
+        transports, policies = TRANSPORTS.get(case.line, (None,)), POLICIES.get(case.line, (None,))
+        dealt.append(
+            replace(
+                case,
+                collectives=transports[turn % len(transports)],
+                planner=policies[turn % len(policies)],
+                unit_threshold=(None, 5_000_000)[turn % 2] if case.line in "CM" else None,
             )
         )
-    return chosen
+    return dealt
 
 
-_references: dict[Case, tuple] = {}
-
-
-def reference(case: Case) -> tuple:
-    """The oracle's run, once per case."""
-    if case not in _references:
-        _references[case] = reference_run(case)
-    return _references[case]
-
-
-def largest(ours: list[float], theirs: list[float]) -> float:
-    """Largest absolute difference."""
-    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_float64_follows_the_textbook(world: int) -> None:
-    settings = grid(torch.float64, 50, world)
-    everyone = run_ranks(work, world, settings, timeout=900.0)
-    for place, setting in enumerate(settings):
-        losses, norms, weights = reference(setting.case)
-        for rank in range(world):
-            ours = everyone[rank][place]
-            assert largest(ours[0], losses) < 1e-9, (rank, setting)
-            assert largest(ours[1], norms) < 1e-9, (rank, setting)
-        final = everyone[0][place][2]
-        assert final.keys() == weights.keys()
-        for name, whole in weights.items():
-            assert (final[name] - whole).abs().max() < 1e-9, (name, setting)
-
-
-def test_float32_losses_stay_close() -> None:
-    settings = grid(torch.float32, 20, 4)[::2]
-    everyone = run_ranks(work, 4, settings, timeout=600.0)
-    for place, setting in enumerate(settings):
-        losses, _, _ = reference(setting.case)
-        assert largest(everyone[0][place][0], losses) < 1e-4, setting
-
-
-def test_more_ranks_than_units_and_adamw_for_everything() -> None:
-    """Eight ranks on a model of five units; and the same runtime with AdamW on all matrices."""
-    case = Case(steps=6)
-    many = [
-        Setting(case=case, zero_stage=3, threshold=5_000_000),
-        Setting(case=case, zero_stage=2, threshold=5_000_000, matrices="adam"),
+def test_the_subset_covers_the_grid() -> None:
+    """Every line, shape, ZeRO stage, degree of tp and model, two by two."""
+    cases = [case for ranks in SHAPES for case in small_cover(ranks, 1)]
+    assert len(cases) < 30
+    seen = {
+        pair
+        for case in cases
+        for pair in itertools.combinations(
+            (
+                case.line,
+                f"{case.rows}x{case.columns}",
+                case.zero_stage,
+                f"tp {case.tp}",
+                case.training.model,
+            ),
+            2,
+        )
+    }
+    shapes = ("1x4", "2x2", "1x8", "2x4", "4x2")
+    for line, shape, stage, tp, model in itertools.product("ABC", shapes, (2, 3), (1, 2), MODELS):
+        wanted = {(line, shape), (line, stage), (line, f"tp {tp}"), (line, model), (shape, stage)}
+        wanted |= {(shape, model), (stage, f"tp {tp}"), (stage, model), (f"tp {tp}", model)}
+        assert wanted <= seen
+    assert {("2x2", "tp 2"), ("M", "1x4"), ("M", "1x8"), ("C", 1), ("M", "nano-moe")} <= seen
+    choices = {(c.sequence_parallel, c.publish, c.training.recompute) for c in cases}
+    assert [set(values) for values in zip(*choices, strict=True)] == [
+        {False, True},
+        {None, "async", "sync"},
+        {False, True},
     ]
-    everyone = run_ranks(work, 8, many, timeout=300.0)
-    losses, _, weights = reference(case)
-    assert largest(everyone[0][0][0], losses) < 1e-9
-    assert all((everyone[0][0][2][n] - w).abs().max() < 1e-9 for n, w in weights.items())
-    alone = run_ranks(work, 1, [Setting(case=case, zero_stage=3, matrices="adam")], timeout=120.0)
-    assert largest(everyone[0][1][0], alone[0][0][0]) < 1e-9
+
+
+# --- FP64 ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(8, 6), (4, 20)])
+def test_every_line_on_every_grid(bench: Bench, ranks: int, steps: int) -> None:
+    bench.check(small_cover(ranks, steps))
+
+
+@pytest.mark.slow
+def test_every_line_on_every_grid_for_fifty_steps(bench: Bench) -> None:
+    bench.check(small_cover(4, 50))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_every_pair_of_all_choices(bench: Bench, ranks: int) -> None:
+    bench.check(deal([case for _, case in covering(ranks, 8)]))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_owners_on_few_ranks(bench: Bench, ranks: int) -> None:
+    """ZeRO x accumulation x recompute; reductions, thresholds and transports are dealt over it."""
+    axes = itertools.product((2, 3), (1, 2), (False, True))
+    bench.check(
+        [
+            Case(
+                line="C",
+                columns=ranks,
+                zero_stage=stage,
+                collectives=("grouped", "per_owner")[(number + ranks) // 2 % 2],
+                gradient_reduction="step"
+                if accumulation > 1 and (number + ranks) % 3 != 0
+                else "micro-batch",
+                unit_threshold=(2_000, 5_000_000)[(number + ranks) % 2],
+                training=Training(
+                    steps=8, accumulation=accumulation, recompute=recompute, batch=12, length=8
+                ),
+            )
+            for number, (stage, accumulation, recompute) in enumerate(axes)
+        ]
+    )
+
+
+def test_more_ranks_than_units(bench: Bench) -> None:
+    """Eight ranks on a model of five units, as one row and as two; and AdamW for everything."""
+    training = Training(steps=6, batch=8, length=8)
+    whole = {"unit_threshold": 5_000_000, "training": training}
+    adam = {**whole, "training": replace(training, optimizer="adam")}
+    bench.check(
+        [
+            Case(line="C", columns=8, **whole),
+            Case(line="C", rows=2, columns=4, zero_stage=2, publish="async", **whole),
+            Case(line="C", columns=8, zero_stage=2, **adam),
+            Case(line="C", rows=4, columns=1, tp=2, publish="sync", **adam),
+            Case(line="B", rows=2, columns=4, **adam),
+        ]
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["normuon", "shampoo"])
+def test_other_matrix_optimizers(bench: Bench, optimizer: str) -> None:
+    """Against their own update of whole matrices in one process."""
+    training = Training(optimizer=optimizer, steps=11, batch=4, length=8)
+    experts = replace(training, model="nano-moe")
+    bench.check(
+        [
+            Case(line="C", rows=2, columns=1, tp=2, publish="async", training=training),
+            Case(line="B", rows=2, columns=2, zero_stage=2, training=training),
+            Case(line="M", columns=4, training=training),
+            Case(line="C", columns=4, training=experts),
+        ]
+    )
+
+
+# --- FP32, and faults ----------------------------------------------------------------------------
+
+
+def test_float32_losses_stay_close(bench: Bench) -> None:
+    training = Training(steps=20, dtype=torch.float32, accumulation=2, batch=16)
+    experts = replace(training, model="nano-moe", recompute=True)
+    cases = [
+        Case(line="A", rows=2, columns=2, training=training),
+        Case(line="B", columns=2, tp=2, zero_stage=2, training=experts),
+        Case(line="C", columns=4, gradient_reduction="step", training=training),
+        Case(line="C", rows=2, columns=1, tp=2, publish="async", training=training),
+        Case(line="C", rows=2, columns=2, zero_stage=2, publish="async", training=experts),
+        Case(line="M", columns=4, training=experts),
+    ]
+    for case, found in zip(cases, bench.differences(cases), strict=True):
+        assert max(difference.loss for difference in found) < 1e-4, (case.name, found)
+
+
+@pytest.mark.parametrize("line", ["A", "B", "C", "M"])
+def test_a_wrong_learning_rate_on_one_rank_is_seen(bench: Bench, line: str) -> None:
+    case = Case(line=line, columns=2, training=Training(steps=2, batch=2, length=4))
+    (found,) = bench.differences([case], fault="learning-rate")
+    assert max(difference.weight for difference in found) > 1e-7
+    assert max(difference.loss for difference in found) > 1e-9

@@ -1,19 +1,24 @@
 """Optimizer step on owners against the two ways to run Muon on FSDP2 shards.
 
-Three systems train the same stack of linear layers in one process group, interleaved, with one
+Four systems train the same stack of linear layers in one process group, interleaved, with one
 formula (the standard Newton-Schulz form, Polar Express coefficients, FP32), so that only the
 distribution differs:
 
-  owners        this runtime: every matrix is updated once, by its owner
+  owners        this runtime, line C: every matrix is updated once, by its owner
+  owners_m      line M: the same with MatrixFSDP's planner, which gives owners single matrices by
+                their size, and segments sent from owner to rank
   fsdp2_muon    the iteration on FSDP2 ``DTensor``s, as ``torch.optim.Muon`` runs it: every product
                 is a DTensor operation
   gather_once   one all-gather of all momenta, then Newton-Schulz of every matrix on every rank
 
 With ``--stock``, ``torch.optim.Muon`` itself (BF16) is timed beside them on the small setting, for
 information: BF16 is emulated on most CPUs, which would flatter us. Collectives inside our step are
-counted as torch dispatches them.
+counted as torch dispatches them. ``--ranks`` takes a list: every number of ranks is run, the result
+of each is under ``by_ranks``, and the figures at the top are those of the last.
 
-    python tools/bench/optimizer_step.py --ranks 4 --json out.json
+    python tools/bench/optimizer_step.py --ranks 2,4,8 --json out.json
+
+Tested by ``tests/tools/test_optimizer_step.py``.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -42,6 +48,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from megamuon.optim.coefficients import coefficient_set  # noqa: E402
 from megamuon.optim.muon import MuonConfig  # noqa: E402
 from megamuon.optim.newton_schulz import NewtonSchulzConfig  # noqa: E402
+from megamuon.ownership import PlannerSettings  # noqa: E402
 from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard  # noqa: E402
 from tools.bench.common import count_collectives, run_bench_ranks, warn_if_busy  # noqa: E402
 
@@ -120,7 +127,10 @@ class System(abc.ABC):
 
 
 class Owners(System):
-    """This runtime."""
+    """This runtime, line C."""
+
+    planner = "lpt"
+    collectives = "grouped"
 
     def __init__(self, layers: int, shapes: list[tuple[int, int]]) -> None:
         super().__init__(layers, shapes)
@@ -129,7 +139,12 @@ class Owners(System):
             newton_schulz=NewtonSchulzConfig(coefficients="polar_express", form="standard"),
         )
         # A unit per matrix: the layers are uniform, so the default threshold would merge them.
-        config = RuntimeConfig(unit_threshold=1, optimizer=OptimizerSettings(muon=muon, clip=0.0))
+        config = RuntimeConfig(
+            unit_threshold=1,
+            collectives=self.collectives,
+            planner=PlannerSettings(policy=self.planner),
+            optimizer=OptimizerSettings(muon=muon, clip=0.0),
+        )
         self.runtime = shard(self.model, layers=(Layer,), config=config)
 
     def backward(self, rank: int, step: int) -> None:
@@ -142,6 +157,13 @@ class Owners(System):
     def weights(self) -> list[Tensor]:
         whole = dict(self.runtime.full_parameters())
         return [whole[name] for name, _ in self.model.named_parameters()]
+
+
+class OwnersM(Owners):
+    """This runtime, line M."""
+
+    planner = "role_greedy"
+    collectives = "p2p"
 
 
 class Fsdp2(System):
@@ -217,16 +239,23 @@ def timed(system: System, rank: int, step: int) -> float:
     return float(seconds)
 
 
-def work(rank: int, world: int, repeats: int, stock: bool) -> dict[str, object]:
+def work(
+    rank: int,
+    world: int,
+    settings: dict[str, tuple[int, list[tuple[int, int]]]],
+    repeats: int,
+    stock: bool,
+) -> dict[str, object]:
     """All settings on one rank; rank 0's result is used."""
     torch.set_num_threads(1)
     results: dict[str, object] = {}
     kinds: dict[str, Callable[..., System]] = {
         "owners": Owners,
+        "owners_m": OwnersM,
         "fsdp2_muon": Fsdp2,
         "gather_once": GatherOnce,
     }
-    for name, (layers, shapes) in SETTINGS.items():
+    for name, (layers, shapes) in settings.items():
         systems = {kind: build(layers, shapes) for kind, build in kinds.items()}
         for index, system in enumerate(systems.values()):
             timed(system, rank, index)  # warm-up, on different data
@@ -244,14 +273,24 @@ def work(rank: int, world: int, repeats: int, stock: bool) -> dict[str, object]:
             "seconds": medians,
             "speedup_vs_fsdp2_muon": medians["fsdp2_muon"] / medians["owners"],
             "speedup_vs_gather_once": medians["gather_once"] / medians["owners"],
+            "line_c_over_fsdp2_muon": ratio(times["owners"], times["fsdp2_muon"]),
+            "line_m_over_fsdp2_muon": ratio(times["owners_m"], times["fsdp2_muon"]),
             "collectives_in_our_step": counted,
             "largest_weight_difference": _difference(layers, shapes, kinds, rank),
         }
         if stock and name == "many_small":
             system = StockMuon(layers, shapes)
-            entry["stock_muon_seconds"] = timed(system, rank, 50)
+            seconds = timed(system, rank, 50)
+            entry["stock_muon_seconds"] = seconds
+            entry["line_c_over_stock_muon"] = medians["owners"] / seconds
+            entry["line_m_over_stock_muon"] = medians["owners_m"] / seconds
         results[name] = entry
     return results
+
+
+def ratio(ours: list[float], theirs: list[float]) -> float:
+    """Median over repeats of the ratio of times: drifts of the machine hit both alike."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def _difference(
@@ -273,36 +312,31 @@ def _difference(
     )
 
 
-def main() -> int:
-    """Run the settings and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, default=4, help="Gloo ranks on this machine")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps per system")
-    parser.add_argument("--stock", action="store_true", help="time torch.optim.Muon (BF16) too")
-    parser.add_argument("--json", type=Path, help="write the result there")
-    options = parser.parse_args()
-    rows = min(out for _, shapes in SETTINGS.values() for out, _ in shapes)
-    if options.ranks < 1 or rows % options.ranks:  # gather_once cuts matrices into equal shards
-        parser.error(f"--ranks {options.ranks}: choose a divisor of {rows}, the fewest rows")
-    warn_if_busy()
+def run(ranks: int, repeats: int, stock: bool) -> dict[str, Any]:
+    """The result of one number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        results = run_bench_ranks(
-            work, options.ranks, options.repeats, options.stock, folder=Path(folder)
-        )[0]
+        results = run_bench_ranks(work, ranks, SETTINGS, repeats, stock, folder=Path(folder))[0]
     norm_scalars = 1  # the one collective that a step may have on FSDP without TP
-    document = {
-        "ranks": options.ranks,
-        "repeats": options.repeats,
+    counted = max(sum(r["collectives_in_our_step"].values()) for r in results.values())
+    return {
+        "ranks": ranks,
+        "repeats": repeats,
         "settings": results,
         "speedup_vs_fsdp2_muon": min(r["speedup_vs_fsdp2_muon"] for r in results.values()),
         "speedup_vs_gather_once": min(r["speedup_vs_gather_once"] for r in results.values()),
-        "optimizer_collectives": max(
-            sum(r["collectives_in_our_step"].values()) for r in results.values()
-        )
-        - norm_scalars,
+        "line_c_over_fsdp2_muon": max(r["line_c_over_fsdp2_muon"] for r in results.values()),
+        "line_m_over_fsdp2_muon": max(r["line_m_over_fsdp2_muon"] for r in results.values()),
+        "optimizer_collectives": counted - norm_scalars,
     }
-    print(f"optimizer step, {options.ranks} ranks, median of {options.repeats} (seconds)")
-    for name, entry in results.items():
+
+
+def print_document(document: dict[str, Any]) -> None:
+    """The table of one number of ranks."""
+    print(
+        f"optimizer step, {document['ranks']} ranks, median of {document['repeats']} (seconds)",
+        flush=True,
+    )
+    for name, entry in document["settings"].items():
         seconds = "  ".join(f"{kind} {value:.4f}" for kind, value in entry["seconds"].items())
         print(
             f"  {name:<11} {entry['matrices']:>3} matrices  {seconds}"
@@ -310,11 +344,48 @@ def main() -> int:
             f" {entry['speedup_vs_gather_once']:.2f} x gather_once;"
             f" weights agree to {entry['largest_weight_difference']:.1e}"
         )
+        print(
+            f"              time over fsdp2_muon: line C {entry['line_c_over_fsdp2_muon']:.3f},"
+            f" line M {entry['line_m_over_fsdp2_muon']:.3f}"
+        )
         if "stock_muon_seconds" in entry:
-            print(f"              torch.optim.Muon (BF16): {entry['stock_muon_seconds']:.3f}")
+            print(
+                f"              torch.optim.Muon (BF16): {entry['stock_muon_seconds']:.3f};"
+                f" over it line C {entry['line_c_over_stock_muon']:.3f},"
+                f" line M {entry['line_m_over_stock_muon']:.3f}"
+            )
     print(f"collectives in our step beyond the norm scalar: {document['optimizer_collectives']}")
+
+
+def rank_counts(text: str) -> list[int]:
+    """``2,4,8``.  Raises ArgumentTypeError for what the settings cannot run on."""
+    rows = min(out for _, shapes in SETTINGS.values() for out, _ in shapes)
+    found = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    for count in found:
+        if count < 1 or rows % count:  # gather_once cuts matrices into equal shards
+            raise argparse.ArgumentTypeError(
+                f"{text}: choose divisors of {rows}, the fewest rows of a matrix"
+            )
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the settings and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--ranks", type=rank_counts, default=[4], help="Gloo ranks on this machine, or a list")
+    add("--repeats", type=int, default=5, help="timed steps per system")
+    add("--stock", action="store_true", help="time torch.optim.Muon (BF16) too")
+    add("--json", type=Path, help="write the result there")
+    options = parser.parse_args(argv)
+    warn_if_busy()
+    found: dict[str, dict[str, Any]] = {}
+    for ranks in options.ranks:
+        found[str(ranks)] = run(ranks, options.repeats, options.stock)
+        print_document(found[str(ranks)])
     if options.json:
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
+        document = {**found[str(options.ranks[-1])], "by_ranks": found}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

@@ -1,15 +1,16 @@
-"""The systems that ``train_step.py`` compares, and what one step of them costs in operations.
+"""The systems that ``train_step.py`` and ``lines.py`` compare, and what a step costs in operations.
 
-Owns ``Setting`` (a decoder and its tokens), the systems and their timed step. Invariant: all
-systems have the same model class, initial weights, tokens, learning rate, decay and clipping, so
-that only the runtime and the optimizer differ. Tested by ``tests/tools/test_train_step.py``.
+Owns ``Setting`` (a decoder and its tokens), the systems, lines among them, and their timed step.
+Invariant: all systems of a bench have the same model class, initial weights, tokens, learning rate,
+decay and clipping, so that only the runtime and the optimizer differ. Tested by
+``tests/tools/test_train_step.py`` and ``tests/tools/test_lines.py``.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from megamuon.matrices import Route
+from megamuon.mesh import Mesh, new_group
 from megamuon.models import GPT, DecoderLayer, GPTConfig, flops_per_token
 from megamuon.optim.newton_schulz import NewtonSchulzConfig
 from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
+from megamuon.runtime.fully_sharded import fully_shard_model
+from megamuon.runtime.fully_sharded_runtime import FullyShardedRuntime
+from megamuon.runtime.publish import Publication
+from megamuon.sharding import apply_sharding, plan_sharding
 from tools.bench.footprint import reachable_tensors
+from tools.reference_training import model_config
+from tools.sharded_training import Case, runtime_config
 
 LR, WD, CLIP = 1e-3, 0.1, 1.0
 PHASES = ("forward", "backward", "optimizer", "total")
@@ -136,7 +144,76 @@ class Fsdp2:
         yield from reachable_tensors(dict(self.optimizer.state))
 
 
-System = Owners | Fsdp2
+class Line:
+    """A line of the paper on a preset: A (FSDP2), B, C or M."""
+
+    def __init__(self, case: Case, rank: int, *, compute: torch.dtype, reduce: torch.dtype) -> None:
+        """``compute`` and ``reduce``: dtypes of gathered weights and of gradients on their way;
+        masters are FP32.  A collective over all ranks.
+        """
+        self.case = case
+        self.mesh = Mesh(
+            world_size=case.ranks,
+            rank=rank,
+            local_rank=rank,
+            rows=case.rows,
+            columns=case.columns,
+            tp=case.tp,
+            device=torch.device("cpu"),
+            backend="gloo",
+        )
+        with torch.device("meta"):
+            config = model_config(case.training.model)
+            self.model, template = GPT(config), GPT(config)  # the second fills whole weights
+        placements = None
+        if case.tp > 1:
+            sharding = plan_sharding(self.model, tp=case.tp)
+            placements = sharding.placements
+            group = new_group(self.mesh, "tp")
+            apply_sharding(self.model, sharding, tp_rank=self.mesh.tp_rank, group=group)
+        self.runtime: Runtime | FullyShardedRuntime = (
+            fully_shard_model if case.line == "A" else shard
+        )(
+            self.model,
+            layers=GPT.layer_classes,
+            config=replace(runtime_config(case), compute_dtype=compute, reduce_dtype=reduce),
+            mesh=self.mesh,
+            placements=placements,
+            initial=template.initialise_,
+        )
+
+    def tokens(self, step: int) -> Tensor:
+        """Tokens of this rank's place ``(samples, length + 1)``, the same for every line."""
+        training, place = self.case.training, self.mesh.data_parallel_rank
+        generator = torch.Generator().manual_seed(100_003 * step + place)
+        shape = (training.batch // self.mesh.data_parallel_size, training.length + 1)
+        return torch.randint(0, 256, shape, generator=generator)
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients are where they are needed when it returns."""
+        loss.backward()
+        self.runtime.engine.finish_reductions()
+
+    def step(self) -> None:
+        """Clip and update."""
+        self.runtime.step(LR, WD)
+
+    @property
+    def publication(self) -> Publication | None:
+        """Where several rows publish weights."""
+        return self.runtime.engine.publication if isinstance(self.runtime, Runtime) else None
+
+    def settle(self) -> None:
+        """Let what was published arrive, so that nobody else's step pays for it."""
+        if self.publication is not None:
+            self.publication.publisher.drain()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All that the runtime and the model hold."""
+        return reachable_tensors(self.runtime)
+
+
+System = Owners | Fsdp2 | Line
 SYSTEMS: dict[str, Callable[[Setting], System]] = {
     "owner_muon": lambda setting: Owners(setting, "muon"),
     "owner_adamw": lambda setting: Owners(setting, "adam"),
@@ -144,17 +221,26 @@ SYSTEMS: dict[str, Callable[[Setting], System]] = {
 }
 
 
+def staged_step(system: System, tokens: Tensor, mark: Callable[[str], object]) -> float:
+    """One step and its loss; ``mark`` is called with the name of each phase at its start, and with
+    "end".
+    """
+    mark("forward")
+    loss = system.model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+    mark("backward")
+    system.backward(loss)
+    mark("optimizer")
+    system.step()
+    mark("end")
+    return float(loss.detach())
+
+
 def train(system: System, tokens: Tensor) -> tuple[list[float], float]:
     """One step: this rank's seconds of each of ``PHASES``, and its loss."""
-    marks = [time.perf_counter()]
-    loss = system.model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
-    marks.append(time.perf_counter())
-    system.backward(loss)
-    marks.append(time.perf_counter())
-    system.step()
-    marks.append(time.perf_counter())
+    marks: list[float] = []
+    loss = staged_step(system, tokens, lambda _: marks.append(time.perf_counter()))
     phases = [after - before for before, after in zip(marks, marks[1:], strict=False)]
-    return [*phases, marks[-1] - marks[0]], float(loss.detach())
+    return [*phases, marks[-1] - marks[0]], loss
 
 
 def timed(system: System, tokens: Tensor) -> tuple[dict[str, float], float]:

@@ -1,0 +1,68 @@
+"""How long a thread stands in waits of collectives.
+
+Owns ``Blocked``. Invariant: it wraps the one call in which every wait of torch.distributed ends
+(``Work.wait``: blocking collectives, handles, FSDP2's own), so no line can wait unseen, and changes
+nothing else. A wait for a slower rank counts as communication. Tested by
+``tests/tools/test_lines.py``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from megamuon.collectives.publish import Publisher
+
+
+class Blocked:
+    """Seconds in waits so far: those for published weights, and all others."""
+
+    def __init__(self) -> None:
+        self.communication = 0.0
+        self.publish = 0.0
+        self._publishing = False
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Count all waits of this process until the block ends."""
+        original = dist.Work.wait
+
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - start
+                if self._publishing:
+                    self.publish += seconds
+                else:
+                    self.communication += seconds
+
+        dist.Work.wait = wait
+        try:
+            yield
+        finally:
+            dist.Work.wait = original
+
+    def follow(self, publisher: Publisher) -> None:
+        """Count the waits inside ``publisher`` as waits for published weights."""
+        for name in ("expect", "wait", "drain"):
+            setattr(publisher, name, self._marked(getattr(publisher, name)))
+
+    def _marked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._publishing = True
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._publishing = False
+
+        return marked
+
+    def now(self) -> tuple[float, float, float]:
+        """The clock and both counts, to take differences of."""
+        return time.perf_counter(), self.communication, self.publish

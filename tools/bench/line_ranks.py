@@ -1,0 +1,242 @@
+"""What ``lines.py`` does on each rank: steps of all lines in turn, counted bytes, resident bytes.
+
+Owns ``work``. Invariants: lines take turns step by step on the same tokens; time is measured in
+steps of their own, in which nothing is counted; bytes are those of real calls and real storages.
+Tested by ``tests/tools/test_lines.py``.
+
+A line's turn is a barrier, then steps back to back. With several rows the first step of a turn is
+not recorded: the next one's forward pass is what the publish of weights overlaps, and another
+line's step in between would hide the wait for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megamuon.ownership import OwnershipPlan
+from tools.bench.blocked import Blocked
+from tools.bench.footprint import storage_bytes
+from tools.bench.formulas import (
+    ACROSS,
+    INSIDE,
+    Key,
+    Shape,
+    Widths,
+    resident_formula,
+    resident_plan,
+    traffic_formula,
+)
+from tools.bench.systems import Line, staged_step
+from tools.bench.wire import Call, count_bytes
+from tools.sharded_training import Case
+
+PHASES = ("forward", "backward", "optimizer", "exposed_communication", "publish_wait")
+WARM_UP = 2  # rounds: the first freezes orders, and caches fill
+WORLD, TP = "world", "tp"
+CLASSES = (INSIDE, ACROSS, TP, WORLD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How often lines take turns, and the dtypes of what moves."""
+
+    rounds: int
+    steps: int  # recorded steps of a turn
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @property
+    def widths(self) -> Widths:
+        return Widths(compute=self.compute.itemsize, reduce=self.reduce.itemsize, master=4)
+
+
+def work(rank: int, world: int, cases: Sequence[Case], schedule: Schedule) -> dict[str, Any]:
+    """All lines on one rank: name of the line -> what it measured."""
+    torch.set_num_threads(1)
+    # FSDP2 warns of in-place operations on a model output that is a view; nobody does any here.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
+    lines = {
+        case.line: Line(case, rank, compute=schedule.compute, reduce=schedule.reduce)
+        for case in cases
+    }
+    timed = time_lines(lines, schedule)
+    found = {}
+    for name, line in lines.items():
+        shape = Shape(line=name, zero_stage=line.case.zero_stage, widths=schedule.widths)
+        found[name] = timed[name] | sent(line, shape) | resident(line, shape)
+    for line in lines.values():
+        line.runtime.close()
+    return found
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def time_lines(lines: dict[str, Line], schedule: Schedule) -> dict[str, dict[str, Any]]:
+    """Seconds of each recorded step on this rank by phase, and its losses (means over ranks)."""
+    blocked = Blocked()
+    for line in lines.values():
+        if line.publication is not None:
+            blocked.follow(line.publication.publisher)
+    found: dict[str, dict[str, Any]] = {name: {"steps": [], "losses": []} for name in lines}
+    order = list(lines)
+    with blocked.watch():
+        for turn in range(WARM_UP + schedule.rounds):
+            for name in order:
+                line = lines[name]
+                lead = int(line.mesh.rows > 1)
+                dist.barrier()
+                taken = [
+                    timed_step(line, turn * (lead + schedule.steps) + index, blocked)
+                    for index in range(lead + schedule.steps)
+                ]
+                line.settle()
+                if turn >= WARM_UP:
+                    found[name]["steps"].extend(seconds for seconds, _ in taken[lead:])
+                found[name]["losses"].extend(mean_over_ranks(loss) for _, loss in taken)
+            order = order[1:] + order[:1]  # nobody always runs after the same other
+    return found
+
+
+def timed_step(line: Line, step: int, blocked: Blocked) -> tuple[dict[str, float], float]:
+    """Seconds of ``PHASES``, which add up to the step: work by the phase it belongs to, waits by
+    what for.  ``optimizer_with_waits`` is the whole optimizer phase.
+    """
+    marks: list[tuple[float, float, float]] = []
+    loss = staged_step(line, line.tokens(step), lambda _: marks.append(blocked.now()))
+    seconds: dict[str, float] = {}
+    for name, before, after in zip(PHASES[:3], marks, marks[1:], strict=False):
+        clock, communication, publish = (b - a for a, b in zip(before, after, strict=True))
+        seconds[name] = clock - communication - publish
+    clock, communication, publish = (b - a for a, b in zip(marks[0], marks[-1], strict=True))
+    return {
+        **seconds,
+        "exposed_communication": communication,
+        "publish_wait": publish,
+        "step": clock,
+        "optimizer_with_waits": marks[3][0] - marks[2][0],
+    }, loss
+
+
+def mean_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+# --- bytes that move -----------------------------------------------------------------------------
+
+
+def sent(line: Line, shape: Shape) -> dict[str, Any]:
+    """Bytes that this rank sends in a step, by kind and link class, read off its calls; what the
+    runtime's own counter says; the closed forms.
+    """
+    line.runtime.traffic.reset()
+    with count_bytes() as counter:
+
+        def mark(phase: str) -> None:
+            counter.phase = phase
+
+        staged_step(line, line.tokens(10_000), mark)
+        line.settle()
+    moved: dict[Key, int] = {}
+    at_the_step: dict[str, int] = {}
+    for call in counter.calls:
+        key = kind_of(line, call)
+        moved[key] = moved.get(key, 0) + call.nbytes
+        if call.phase == "optimizer":
+            at_the_step[key[0]] = at_the_step.get(key[0], 0) + call.nbytes
+    plan: OwnershipPlan = line.runtime.plan
+    return {
+        "sent": moved,
+        "optimizer_step_sent": at_the_step,
+        "runtime_sent": {
+            axis: line.runtime.traffic.bytes(axis=axis) for axis in ("shard", "replicate")
+        },
+        "traffic_formula": traffic_formula(plan, shape),
+        "traffic_formula_unpadded": traffic_formula(plan, shape, padding=False),
+        "elements": sum(p.numel for p in plan.parameters),
+    }
+
+
+def kind_of(line: Line, call: Call) -> Key:
+    """Kind and link class of a call, from its process group and phase."""
+    mesh, optimizer = line.mesh, call.phase in ("optimizer", "end")
+    if optimizer and call.operation == "allreduce":
+        return ("norm", WORLD)
+    if mesh.tp > 1 and call.ranks in mesh.axis_ranks("tp"):
+        return ("tp_matrices" if optimizer else "tp_activations", TP)
+    publication = line.publication
+    if publication is not None and call.group == publication.publisher.group.group_name:
+        return ("publish", ACROSS)
+    if mesh.rows > 1 and call.ranks in mesh.axis_ranks("replicate"):
+        return ("reduce", ACROSS)
+    if optimizer:
+        return ("matrix_gather", INSIDE)
+    if line.case.line == "A":
+        return ("gather" if "gather" in call.operation else "reduce", INSIDE)
+    gathers = line.runtime.engine.transport.gather_group.group_name
+    return ("gather" if call.group == gathers else "reduce", INSIDE)
+
+
+# --- bytes that stay -----------------------------------------------------------------------------
+
+
+def resident(line: Line, shape: Shape) -> dict[str, Any]:
+    """Bytes that this rank holds when all gradients are reduced, before the step, by kind; what the
+    plan gives it; the mean that the closed form gives.
+
+    ``overhead`` are headers of leader copies, AdamW's step counters and, at ZeRO-1, the alignment
+    of weights; ``transient`` is what should be gone by then; ``unaccounted`` the difference to all
+    tensor storages that the runtime and the model lead to.
+    """
+    runtime, found = line.runtime, dict[str, int]()
+
+    def look(phase: str) -> None:
+        if phase == "optimizer":
+            found.update(runtime.memory(), storages=storage_bytes(line.tensors()))
+
+    staged_step(line, line.tokens(10_001), look)
+    line.settle()
+    headers = 0
+    if line.publication is not None:
+        copies = line.publication.copies
+        payloads = (copies.payload(index) for index in copies.indices)
+        headers = copies.resident_bytes - sum(p.numel() * p.element_size() for p in payloads)
+    counters = sum(
+        stored.data.element_size()
+        for stored in runtime.state(everywhere=True)
+        if stored.name.startswith("optimizer.") and not stored.data.ndim
+    )
+    stored = found.pop("storages")
+    unaccounted = stored - sum(found.values())
+    gathered, kept, alignment = found["gathered_weights"], 0, 0
+    if shape.zero_stage == 1:
+        alignment = sum(
+            group.weights.layout.numel - sum(p.piece_numel(group.tp_rank) for p in group.parameters)
+            for group in runtime.groups
+        )
+        alignment *= shape.widths.compute
+        kept = gathered - alignment
+    held = {
+        "parameters": found["masters"] + found["leader_copies"] - headers + kept,
+        "gradients": found["windows"],
+        "optimizer_state": found["optimizer_state"] - counters,
+        "overhead": headers + counters + alignment,
+        "transient": gathered - kept - alignment + found["gradient_slots"] + found["accumulators"],
+        "unaccounted": unaccounted,
+    }
+    mesh = line.mesh
+    return {
+        "resident": held,
+        "memory": found,
+        "resident_plan": resident_plan(runtime.plan, shape, mesh.data_parallel_rank, mesh.tp_rank),
+        "resident_formula": resident_formula(runtime.plan, shape),
+    }

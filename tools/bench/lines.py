@@ -1,0 +1,218 @@
+"""All lines of the paper side by side: the step by phase, bytes by link class, resident bytes.
+
+  A  torch's FSDP2 with AdamW
+  B  even slices; momentum is gathered and every rank works on every matrix
+  C  this runtime: every matrix has one owner, on HSDP one in the whole cluster
+  M  MatrixFSDP: owners on one row at ZeRO-3, segments sent from owner to rank
+
+train the same preset from the same weights on the same tokens in one process group, in turns. A
+phase is the work of the slowest rank in it; time that a rank stands in a wait is exposed
+communication, or publish wait where it waits for another row's new weights. Bytes are counted from
+the collective calls of a step and compared with the closed forms (``formulas.py`` states them),
+resident bytes with the paper's section 4.4 and with each rank's plan.
+
+    python tools/bench/lines.py --model tiny --ranks 4 --json out.json
+
+Exit status: 0, or 1 where a figure breaches its formula. Tested by ``tests/tools/test_lines.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
+
+from megamuon.models import PRESETS  # noqa: E402
+from tools.bench.common import run_bench_ranks, warn_if_busy  # noqa: E402
+from tools.bench.line_ranks import Schedule, work  # noqa: E402
+from tools.bench.line_report import (  # noqa: E402
+    breaches,
+    chart,
+    figures,
+    over_line_c,
+    plotting,
+    table,
+)
+from tools.reference_training import Training  # noqa: E402
+from tools.sharded_training import LINES, Case, not_applicable  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TIMEOUT = 3600.0  # seconds of the whole run
+
+
+def add_case_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say what is trained on which grid."""
+    add = parser.add_argument
+    add("--model", default="tiny", help="a preset")
+    add("--ranks", type=int, default=4, help="Gloo ranks on this machine")
+    add("--sharding", choices=("fsdp", "hsdp"), default="fsdp")
+    add("--shard-size", type=int, help="hsdp: shard ranks of a row (default: two rows)")
+    add("--zero-stage", type=int, choices=(1, 2, 3), default=3)
+    add("--tp", type=int, default=1, help="tensor-parallel ranks behind each shard rank")
+    add("--optimizer", choices=("muon", "adam"), default="muon", help="of matrices; line A: adam")
+    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of computing and gathers")
+    add("--reduce-dtype", choices=tuple(DTYPES), default="fp32", help="of gradients on their way")
+    add("--sequence", type=int, default=128, help="tokens of a sample")
+    add("--micro-batch", type=int, default=2, help="samples of a data-parallel rank per step")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add_case_flags(parser)
+    add = parser.add_argument
+    add("--lines", default=",".join(LINES), help="which lines, by commas")
+    add("--rounds", type=int, default=9, help="turns of every line")
+    add("--steps", type=int, default=1, help="recorded steps of a turn")
+    add("--png", type=Path, help="write the stacked bars there (needs matplotlib)")
+    add("--json", type=Path, help="write the result there")
+    return parser
+
+
+def cases_of(
+    options: argparse.Namespace, names: Sequence[str]
+) -> tuple[list[Case], dict[str, str]]:
+    """The cases to run of the lines in ``names``, and why others are not.  Raises ValueError naming
+    the flag at fault.
+    """
+    if not names or len(set(names)) < len(names) or not set(names) <= set(LINES):
+        raise ValueError(f"--lines {','.join(names)}: name some of {','.join(LINES)}, each once")
+    if options.model not in PRESETS:
+        raise ValueError(f"--model {options.model}: no such preset: {', '.join(PRESETS)}")
+    for name in ("ranks", "tp", "sequence", "micro_batch", "rounds", "steps"):
+        if getattr(options, name, 1) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: at least 1")
+    if options.ranks < 2 or options.ranks % options.tp:
+        raise ValueError(f"--ranks {options.ranks}: at least 2, and a multiple of --tp")
+    places = options.ranks // options.tp
+    rows = _rows(options, places)
+    training = Training(
+        model=options.model,
+        optimizer=options.optimizer,
+        dtype=torch.float32,
+        batch=options.micro_batch * places,
+        length=options.sequence,
+    )
+    cases, reasons = [], {}
+    for name in names:
+        case = Case(
+            line=name,
+            rows=rows,
+            columns=places // rows,
+            tp=options.tp,
+            zero_stage=options.zero_stage,
+            training=training,
+        )
+        if reason := not_applicable(case):
+            reasons[name] = reason
+        else:
+            cases.append(case)
+    if not cases:
+        raise ValueError(f"nothing to run: {'; '.join(reasons.values())}")
+    return cases, reasons
+
+
+def _rows(options: argparse.Namespace, places: int) -> int:
+    if options.sharding == "fsdp":
+        if options.shard_size is not None:
+            raise ValueError("--shard-size is for --sharding hsdp")
+        return 1
+    columns = options.shard_size or max(places // 2, 1)
+    if columns < 1 or places % columns:
+        raise ValueError(f"--shard-size {columns} does not divide {places} data-parallel ranks")
+    return places // columns
+
+
+def document_of(
+    options: argparse.Namespace,
+    cases: list[Case],
+    reasons: dict[str, str],
+    ranks: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The whole result."""
+    measured = {case.line: [rank[case.line] for rank in ranks] for case in cases}
+    lines = {line: figures(of_ranks) for line, of_ranks in measured.items()}
+    wrong = [text for line, found in lines.items() for text in breaches(line, found)]
+    kept = ("model", "ranks", "sharding", "zero_stage", "tp", "optimizer", "dtype", "reduce_dtype")
+    kept += ("sequence", "micro_batch", "rounds", "steps")
+    return {
+        **{name: getattr(options, name) for name in kept},
+        "grid": f"{cases[0].rows}x{cases[0].columns}",
+        "parameters": ranks[0][cases[0].line]["elements"],
+        "load": os.getloadavg()[0],
+        "lines": lines,
+        "not_applicable": reasons,
+        "step_over_line_c": over_line_c(measured, "step"),
+        "optimizer_over_line_c": over_line_c(measured, "optimizer_with_waits"),
+        "breaches": wrong,
+        "passed": not wrong,
+    }
+
+
+def print_document(document: dict[str, Any]) -> None:
+    """The table and what follows from it."""
+    print(
+        f"{document['model']}, {document['parameters'] / 1e6:.2f} M parameters,"
+        f" {document['ranks']} ranks, {document['sharding']} {document['grid']},"
+        f" tp {document['tp']}, ZeRO-{document['zero_stage']}, {document['dtype']}"
+        f" (reduced in {document['reduce_dtype']})"
+    )
+    print(table(document["lines"]))
+    for line, reason in document["not_applicable"].items():
+        print(f"  {line}: not applicable: {reason}")
+    for name in ("step", "optimizer"):
+        ratios = document[f"{name}_over_line_c"].items()
+        text = ", ".join(f"{line} {ratio:.3f}" for line, ratio in ratios if line != "C")
+        if text:
+            print(f"{name} time over line C's: {text}")
+    for text in document["breaches"]:
+        print(f"BREACH {text}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the lines and print the table."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    try:
+        cases, reasons = cases_of(options, options.lines.split(","))
+        if options.png:
+            plotting()
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
+    warn_if_busy()
+    schedule = Schedule(
+        rounds=options.rounds,
+        steps=options.steps,
+        compute=DTYPES[options.dtype],
+        reduce=DTYPES[options.reduce_dtype],
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_bench_ranks(
+            work, options.ranks, cases, schedule, folder=Path(folder), timeout=TIMEOUT
+        )
+    document = document_of(options, cases, reasons, ranks)
+    print_document(document)
+    if options.png:
+        title = (
+            f"{document['model']}, {document['ranks']} ranks, {document['sharding']}"
+            f" {document['grid']}, ZeRO-{document['zero_stage']}"
+        )
+        chart(document["lines"], options.png, title)
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return 0 if document["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

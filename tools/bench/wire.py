@@ -1,0 +1,121 @@
+"""Bytes that a rank sends, read off the collective calls themselves.
+
+Owns ``count_bytes``. Invariant: a count comes from the tensors and split sizes of a call as torch
+dispatches it, never from a plan or a table, so that a transport which sends too much is seen; an
+operation without a rule is an error, not a zero. Tested by ``tests/tools/test_lines.py``.
+
+The volume of a call is what its algorithm needs, as in ``megamuon/collectives/traffic.py``: each
+rank's part once for each rank that gets it; an all-reduce is a reduction and a gather of shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+NAMESPACES = ("c10d", "_c10d_functional", "symm_mem")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One collective call of this rank."""
+
+    operation: str  # as torch names it, without the trailing underscore
+    group: str  # name of the process group
+    ranks: tuple[int, ...]  # its global ranks
+    nbytes: int  # sent to other ranks
+    phase: str
+
+
+class ByteCounter(TorchDispatchMode):
+    """Records the collective calls of this thread; set ``phase`` to label them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.phase = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # let the DTensor dispatch: its collectives come back here
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in NAMESPACES and "wait" not in name:
+            self._record(name.rstrip("_"), dict(zip_arguments(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+    def _record(self, operation: str, arguments: dict[str, Any]) -> None:
+        if operation not in RULES:
+            raise ValueError(f"no rule for the bytes of {operation}: add one to {__name__}")
+        group = dist.ProcessGroup.unbox(arguments["process_group"])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        nbytes = RULES[operation](arguments, len(ranks), ranks.index(dist.get_rank()))
+        self.calls.append(
+            Call(
+                operation=operation,
+                group=group.group_name,
+                ranks=ranks,
+                nbytes=nbytes,
+                phase=self.phase,
+            )
+        )
+
+
+@contextmanager
+def count_bytes() -> Iterator[ByteCounter]:
+    """The collective calls of this thread inside the block."""
+    counter = ByteCounter()
+    with counter:
+        yield counter
+
+
+def zip_arguments(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Arguments of a dispatched operation by their names in its schema."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        yield argument.name, value
+    yield from kwargs.items()
+
+
+def _nbytes(value: Any) -> int:
+    """Bytes of a tensor or of nested lists of tensors."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_nbytes(item) for item in value)
+
+
+def _all_to_all(call: dict[str, Any], world: int, rank: int) -> int:
+    whole = call["input"]
+    splits = list(call["input_split_sizes"])
+    if not splits:
+        return _nbytes(whole) * (world - 1) // world
+    row = whole.element_size() * (whole.numel() // whole.shape[0] if whole.shape[0] else 0)
+    return (sum(splits) - splits[rank]) * row
+
+
+def _all_reduce(call: dict[str, Any], world: int, rank: int) -> int:
+    return 2 * (world - 1) * _nbytes(call["tensors"]) // world
+
+
+# What a rank sends in a call: (arguments, ranks of the group, its rank in it) -> bytes.
+RULES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
+    "alltoall_base": _all_to_all,
+    "_allgather_base": lambda call, world, rank: (world - 1) * _nbytes(call["input_tensor"]),
+    "allgather": lambda call, world, rank: (world - 1) * _nbytes(call["input_tensors"]),
+    "_reduce_scatter_base": lambda call, world, rank: (world - 1) * _nbytes(call["output_tensor"]),
+    "allreduce": _all_reduce,
+    "broadcast": lambda call, world, rank: (
+        (world - 1) * _nbytes(call["tensors"]) if rank == call["root_rank"] else 0
+    ),
+    "reduce": lambda call, world, rank: (
+        _nbytes(call["tensors"]) if rank != call["root_rank"] else 0
+    ),
+    "send": lambda call, world, rank: _nbytes(call["tensors"]),
+    "recv": lambda call, world, rank: 0,
+    "barrier": lambda call, world, rank: 0,
+}
