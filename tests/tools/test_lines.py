@@ -1,0 +1,344 @@
+"""tools/bench/lines.py: bytes are those of the formulas, and a miscount does not pass."""
+
+from __future__ import annotations
+
+import builtins
+import copy
+import json
+import struct
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megamuon.matrices import collect
+from megamuon.models import GPT
+from megamuon.ownership import Topology, build_plan, closed_form_cost
+from megamuon.ownership.estimate import estimate
+from tools.bench import lines
+from tools.bench.blocked import Blocked
+from tools.bench.common import run_bench_ranks
+from tools.bench.formulas import (
+    RESIDENT,
+    Shape,
+    Widths,
+    resident_formula,
+    resident_plan,
+    traffic_formula,
+)
+from tools.bench.line_ranks import PHASES, Schedule, work
+from tools.bench.line_report import breaches, chart, figures, over_line_c
+from tools.bench.wire import count_bytes
+from tools.reference_training import model_config
+from tools.sharded_training import Case
+
+# name: (lines, flags)
+RUNS = {
+    "fsdp zero 3": ("A,B,C,M", ["--zero-stage", "3", "--rounds", "2"]),
+    "fsdp zero 1": ("C", ["--zero-stage", "1"]),
+    "fsdp zero 2": ("A,C", ["--zero-stage", "2", "--rounds", "1"]),
+    "hsdp bf16": ("A,B,C", ["--sharding", "hsdp", "--dtype", "bf16", "--rounds", "1"]),
+    "hsdp zero 2 tp": ("B,C", ["--sharding", "hsdp", "--tp", "2", "--zero-stage", "2"]),
+}
+COMMON = ["--model", "nano", "--ranks", "4", "--sequence", "8", "--micro-batch", "1"]
+STEP_KEYS = [f"{name}_ms" for name in ("step", *PHASES, "optimizer_with_waits")]
+
+
+def options_of(name: str) -> Any:
+    names, flags = RUNS[name]
+    return lines.build_parser().parse_args([*COMMON, "--rounds", "1", *flags, "--lines", names])
+
+
+def schedule_of(options: Any) -> Schedule:
+    return Schedule(
+        rounds=options.rounds,
+        steps=options.steps,
+        compute=lines.DTYPES[options.dtype],
+        reduce=lines.DTYPES[options.reduce_dtype],
+    )
+
+
+def all_runs(
+    rank: int, world: int, runs: dict[str, tuple[list[Case], Schedule]]
+) -> dict[str, dict[str, Any]]:
+    found = {name: work(rank, world, *run) for name, run in runs.items()}
+    return found | {"calls": counted_calls(rank, world), "blocked": blocked_seconds(rank)}
+
+
+def counted_calls(rank: int, world: int) -> list[tuple[str, int]]:
+    """Bytes of calls whose volume is known."""
+    pair = dist.new_group([0, 1])
+    with count_bytes() as counter:
+        dist.all_reduce(torch.zeros(6))
+        splits = [1, 2, 3, 4]
+        received = torch.empty(world * splits[rank])
+        dist.all_to_all_single(
+            received, torch.zeros(10), [splits[rank]] * world, splits, async_op=True
+        ).wait()
+        dist.all_gather([torch.empty(5) for _ in range(world)], torch.zeros(5))
+        if rank < 2:
+            dist.broadcast(torch.zeros(7, dtype=torch.bfloat16), 1, group=pair)
+            if rank == 0:
+                dist.isend(torch.zeros(9), 1, group=pair, tag=1).wait()
+            else:
+                dist.irecv(torch.zeros(9), 0, group=pair, tag=1).wait()
+        torch.zeros(3).add_(1)
+    return [(call.operation, call.nbytes) for call in counter.calls]
+
+
+def blocked_seconds(rank: int) -> float:
+    """Rank 0 comes late: the others wait for it."""
+    blocked = Blocked()
+    dist.barrier()
+    if rank == 0:
+        time.sleep(1.0)
+    with blocked.watch():
+        dist.all_reduce(torch.zeros(1))
+    before = blocked.communication
+    dist.all_reduce(torch.zeros(1))
+    assert blocked.communication == before  # not watched any more
+    return before
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """All runs on four ranks, one start."""
+    runs = {}
+    for name in RUNS:
+        options = options_of(name)
+        cases, _ = lines.cases_of(options, options.lines.split(","))
+        runs[name] = (cases, schedule_of(options))
+    folder = tmp_path_factory.mktemp("lines")
+    return run_bench_ranks(all_runs, 4, runs, folder=folder, timeout=900)
+
+
+def of_line(measured: list[dict[str, Any]], run: str, line: str) -> list[dict[str, Any]]:
+    return [copy.deepcopy(rank[run][line]) for rank in measured]
+
+
+CASES = [(run, line) for run, (names, _) in RUNS.items() for line in names.split(",")]
+
+
+@pytest.mark.parametrize(("run", "line"), CASES)
+def test_bytes_are_those_of_formula_and_plan(
+    measured: list[dict[str, Any]], run: str, line: str
+) -> None:
+    ranks = of_line(measured, run, line)
+    found = figures(ranks)
+    assert breaches(line, found) == []
+    assert found["bytes_over_formula"] == pytest.approx(1, abs=0.01)
+    assert found["resident_bytes_over_formula"] == pytest.approx(1, abs=0.02)
+    for rank in ranks:
+        for kind in RESIDENT:
+            assert rank["resident"][kind] == rank["resident_plan"][kind]
+    # The runtime's own counter, which other tests and logs use, says the same.
+    for axis, name in (("shard", "inside_rows"), ("replicate", "across_rows")):
+        assert found["bytes"][name] == sum(rank["runtime_sent"][axis] for rank in ranks)
+    assert (found["bytes"]["tp"] > 0) == ("tp" in run)
+    assert (found["bytes"]["across_rows"] > 0) == ("hsdp" in run)
+
+
+def test_the_forms_are_the_papers(measured: list[dict[str, Any]]) -> None:
+    """2(N-1)P, 3(N-1)P less what stays gathered, 2(R-1)P: with nano's numbers written out."""
+    everything = measured[0]["fsdp zero 3"]["C"]["elements"]
+    stays = 50 + 257 * 50  # the last norm; the table, which is tied to the head
+    found = figures(of_line(measured, "fsdp zero 3", "C"))
+    assert found["bytes"]["inside_rows"] == 4 * 3 * (3 * everything - stays)
+    found = figures(of_line(measured, "fsdp zero 2", "C"))
+    assert found["bytes"]["inside_rows"] == 4 * 3 * 2 * everything
+    found = figures(of_line(measured, "hsdp bf16", "C"))
+    owned = everything - 257 * 50
+    across = (2 + 4) * owned + (4 + 4) * 257 * 50
+    assert found["bytes"]["across_rows"] == pytest.approx(across, rel=0.005)  # and headers
+    assert found["bytes_padding"] == 0
+    assert figures(of_line(measured, "fsdp zero 3", "A"))["bytes_padding"] > 0
+
+
+def test_lines_with_one_optimizer_train_alike(measured: list[dict[str, Any]]) -> None:
+    of_rank = measured[0]["fsdp zero 3"]
+    for line in "BM":
+        assert of_rank[line]["losses"] == pytest.approx(of_rank["C"]["losses"], rel=1e-4)
+    assert of_rank["A"]["losses"][0] == pytest.approx(of_rank["C"]["losses"][0], rel=1e-5)
+
+
+def test_phases_add_up_to_the_step(measured: list[dict[str, Any]]) -> None:
+    for run, line in CASES:
+        for rank in of_line(measured, run, line):
+            assert len(rank["steps"]) == options_of(run).rounds
+            for step in rank["steps"]:
+                assert sum(step[name] for name in PHASES) == pytest.approx(step["step"], rel=1e-6)
+                assert all(step[name] >= 0 for name in PHASES)
+                assert step["exposed_communication"] > 0
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce", "publish"])
+def test_a_miscount_is_a_breach(measured: list[dict[str, Any]], kind: str) -> None:
+    ranks = of_line(measured, "hsdp bf16", "C")
+    key = next(key for key in ranks[1]["sent"] if key[0] == kind)
+    total = sum(rank["sent"].get(key, 0) for rank in ranks)
+    ranks[1]["sent"][key] += round(total * 0.015)
+    (text,) = breaches("C", figures(ranks))
+    assert f"line C: {kind} {key[1]} sends 1.01" in text
+    del ranks[1]["traffic_formula"], ranks[0]["traffic_formula"][key]  # traffic nobody foresaw
+    assert "sends inf times" in breaches("C", figures(ranks))[0]
+
+
+def test_bytes_that_should_not_be_there_are_a_breach(measured: list[dict[str, Any]]) -> None:
+    ranks = of_line(measured, "fsdp zero 3", "C")
+    held = ranks[2]["resident"]
+    held["parameters"] += 200  # 0.3 % of a rank: within the formula's tolerance
+    assert [text.split(" holds ")[0] for text in breaches("C", figures(ranks))] == [
+        "line C: a rank"
+    ]
+    held["parameters"] *= 2
+    assert any("parameters take" in text for text in breaches("C", figures(ranks)))
+    ranks = of_line(measured, "fsdp zero 3", "C")
+    ranks[0]["resident"]["transient"] = 8
+    ranks[3]["optimizer_step_sent"]["gather"] = 4
+    assert breaches("C", figures(ranks)) == [
+        "line C: 8 transient bytes on a rank between passes",
+        "line C: the optimizer step sends gather",
+    ]
+    ranks[3]["optimizer_step_sent"] = {"matrix_gather": 4}  # line B's alone
+    assert "matrix_gather" in breaches("C", figures(ranks))[1]
+
+
+def test_plan_bytes_are_those_of_the_estimate() -> None:
+    """Two places compute what a rank holds; they have no line in common."""
+    with torch.device("meta"):
+        parameters = collect(GPT(model_config("nano")), layers=GPT.layer_classes)
+    plan = build_plan(parameters, Topology(rows=2, columns=2), closed_form_cost())
+    shape = Shape(line="C", zero_stage=3, widths=Widths(compute=2, reduce=4, master=4))
+    expected = estimate(plan, zero_stage=3)
+    ranks = [resident_plan(plan, shape, rank, 0) for rank in range(4)]
+    for kind in RESIDENT:
+        assert tuple(rank[kind] for rank in ranks) == getattr(expected, kind)
+        mean = sum(rank[kind] for rank in ranks) / 4
+        assert resident_formula(plan, shape)[kind] == pytest.approx(mean)
+    forms = traffic_formula(plan, shape)
+    assert sum(n for (_, c), n in forms.items() if c == "inside_rows") == sum(
+        expected.sent_inside_rows
+    )
+
+
+# --- counters ------------------------------------------------------------------------------------
+
+
+def test_calls_are_counted_by_their_tensors(measured: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(measured):
+        calls = [
+            ("allreduce", 2 * 3 * 6 * 4 // 4),
+            ("alltoall_base", (10 - (rank + 1)) * 4),
+            ("allgather", 3 * 5 * 4),
+        ]
+        if rank < 2:
+            calls.append(("broadcast", 7 * 2 * (rank == 1)))
+            calls.append(("send", 9 * 4) if rank == 0 else ("recv", 0))
+        assert found["calls"] == calls
+
+
+def test_waits_are_seen(measured: list[dict[str, Any]]) -> None:
+    late, *others = (found["blocked"] for found in measured)
+    assert min(others) > late > 0
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(measured: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command takes the measurements of the first run instead of starting ranks."""
+    ranks = [copy.deepcopy(rank["fsdp zero 3"]) for rank in measured]
+    monkeypatch.setattr(lines, "run_bench_ranks", lambda *_, **__: ranks)
+
+
+@pytest.mark.usefixtures("stored")
+def test_json_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    figures_path, chart_path = tmp_path / "lines.json", tmp_path / "lines.png"
+    arguments = [*COMMON, "--json", str(figures_path), "--png", str(chart_path)]
+    assert lines.main(arguments) == 0
+    document = json.loads(figures_path.read_text(encoding="utf-8"))
+    assert list(document["lines"]) == ["A", "B", "C", "M"]
+    for found in document["lines"].values():
+        assert all(isinstance(found[key], float) for key in STEP_KEYS)
+        assert found["bytes_over_formula"] == pytest.approx(1, abs=0.01)
+        assert found["resident_bytes_over_formula"] == pytest.approx(1, abs=0.02)
+        assert set(found["resident_bytes_mean"]) >= set(RESIDENT)
+    assert document["step_over_line_c"]["C"] == document["optimizer_over_line_c"]["C"] == 1
+    assert (document["passed"], document["grid"]) == (True, "1x4")
+    header = chart_path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG") and min(struct.unpack(">II", header[16:])) > 400
+    printed = capsys.readouterr().out
+    assert "step time over line C's: A" in printed and "BREACH" not in printed
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_breach_is_printed_and_decides_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = lines.run_bench_ranks()  # type: ignore[call-arg]
+    ranks[0]["B"]["sent"]["matrix_gather", "inside_rows"] *= 2
+    assert lines.main(COMMON) == 1
+    assert "BREACH line B: matrix_gather inside_rows sends 1." in capsys.readouterr().out
+
+
+def test_lines_that_do_not_apply_say_why() -> None:
+    parser = lines.build_parser()
+    options = parser.parse_args([*COMMON, "--sharding", "hsdp", "--zero-stage", "2"])
+    cases, reasons = lines.cases_of(options, "ABCM")
+    assert [(case.line, case.rows, case.columns) for case in cases] == [
+        ("A", 2, 2),
+        ("B", 2, 2),
+        ("C", 2, 2),
+    ]
+    assert list(reasons) == ["M"] and "2 rows, ZeRO stage 2" in reasons["M"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lines", "A,D"], "--lines A,D: name some of A,B,C,M"),
+        (["--lines", "M", "--zero-stage", "2"], "nothing to run: line M"),
+        (["--ranks", "1"], "--ranks 1: at least 2"),
+        (["--ranks", "4", "--tp", "3"], "a multiple of --tp"),
+        (["--sharding", "hsdp", "--shard-size", "3"], "--shard-size 3 does not divide 4"),
+        (["--shard-size", "2"], "--shard-size is for --sharding hsdp"),
+        (["--model", "large"], "--model large: no such preset"),
+        (["--rounds", "0"], "--rounds 0: at least 1"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        lines.main(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_a_chart_without_matplotlib_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(RuntimeError, match="--png needs matplotlib"):
+        chart({}, tmp_path / "lines.png", "")
+
+
+def test_ratios_are_paired_by_step() -> None:
+    def rank(*seconds: float) -> dict[str, Any]:
+        return {"steps": [{"step": value} for value in seconds]}
+
+    # The machine is half as fast in the second step: no ratio of medians would see 2.
+    measured = {"C": [rank(1.0, 2.0, 1.0)], "B": [rank(1.0, 4.0, 2.0), rank(2.0, 3.0, 1.0)]}
+    assert over_line_c(measured, "step") == {"C": 1.0, "B": 2.0}
+    assert over_line_c({"B": measured["B"]}, "step") == {}

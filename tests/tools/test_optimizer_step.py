@@ -1,0 +1,57 @@
+"""tools/bench/optimizer_step.py: lines C and M against Muon on FSDP2."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+
+from tools.bench import optimizer_step
+
+SMALL = {"many_small": (2, [(16, 16), (32, 16), (16, 32)]), "few_large": (1, [(48, 48)])}
+SYSTEMS = ["owners", "owners_m", "fsdp2_muon", "gather_once"]
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run on two and on four ranks with small matrices."""
+    path = tmp_path_factory.mktemp("bench") / "figures.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer_step, "SETTINGS", SMALL)
+        arguments = ["--ranks", "2,4", "--repeats", "2", "--stock", "--json", str(path)]
+        assert optimizer_step.main(arguments) == 0
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_every_number_of_ranks_has_its_ratios(document: dict[str, Any]) -> None:
+    assert list(document["by_ranks"]) == ["2", "4"]
+    for ranks, found in document["by_ranks"].items():
+        assert (found["ranks"], found["repeats"]) == (int(ranks), 2)
+        assert list(found["settings"]) == list(SMALL)
+        for entry in found["settings"].values():
+            assert list(entry["seconds"]) == SYSTEMS
+            assert 0 < entry["line_c_over_fsdp2_muon"] <= found["line_c_over_fsdp2_muon"]
+            assert 0 < entry["line_m_over_fsdp2_muon"] <= found["line_m_over_fsdp2_muon"]
+        assert found["settings"]["many_small"]["line_m_over_stock_muon"] > 0
+    top = {key: value for key, value in document.items() if key != "by_ranks"}
+    assert top == document["by_ranks"]["4"]
+
+
+def test_all_systems_compute_the_same_and_owners_send_nothing(document: dict[str, Any]) -> None:
+    for found in document["by_ranks"].values():
+        assert found["optimizer_collectives"] == 0
+        for entry in found["settings"].values():
+            assert entry["largest_weight_difference"] < 1e-5
+
+
+def test_ratios_are_paired_by_repeat() -> None:
+    assert optimizer_step.ratio([1.0, 4.0, 2.0], [1.0, 2.0, 1.0]) == 2.0
+
+
+@pytest.mark.parametrize("text", ["3", "0", "2,", "2,x", "256"])
+def test_ranks_that_do_not_divide_the_rows_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="divisors of 128"):
+        optimizer_step.rank_counts(text)
+    assert optimizer_step.rank_counts("2,4,8") == [2, 4, 8]
