@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent
 EXTRAS = {
     "gpu": ["triton", "transformer-engine[pytorch]"],
     "huggingface": ["transformers>=4.56"],
+    "plots": ["matplotlib>=3.8"],
     "wandb": ["wandb"],
     "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff==0.17.6", "transformers>=4.56"],
 }

@@ -1,9 +1,8 @@
-"""The examples run as they stand, their flags are ours, and the tools' page names what is there."""
+"""The examples run as they stand, and their flags are ours."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import json
 import os
@@ -19,17 +18,17 @@ import pytest
 import torch
 
 import megamuon
-from megamuon.arguments import ConfigError, parse_config
+from megamuon.arguments import ConfigError, ParsedConfig, parse_config
 from megamuon.models.presets import PRESETS
+from megamuon.training.builders import grid
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "huggingface" / "pretrain_qwen2.py"
 ENTRY = str(ROOT / "pretrain_gpt.py")
 SCRIPTS = sorted(ROOT.glob("examples/*/*.sh"))
 SLURM = [path for path in SCRIPTS if path.name.startswith("slurm_")]
-TOOLS = sorted([*ROOT.glob("tools/*.py"), *ROOT.glob("tools/bench/*.py")])
-TOOLS = [path for path in TOOLS if path.name != "__init__.py"]
-NODES, GPUS = 4, 8  # of the Slurm script
+HSDP = [path for path in SCRIPTS if "--sharding hsdp" in path.read_text(encoding="utf-8")]
+GPUS = 8  # of a node
 STEPS = 21
 
 # Stand-ins for programs of a cluster. torchrun writes its words down, sbatch runs the job at once.
@@ -91,7 +90,7 @@ def norms_of(output: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
-    """Output and folder of each run: one rank and two, tied and untied head."""
+    """Output and folder of each run: one rank and two (one row, two rows), tied and untied head."""
     folder = tmp_path_factory.mktemp("huggingface")
     config = folder / "untied.json"
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 256}
@@ -102,7 +101,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]
         "tied-1": (1, ()),
         "tied-2": (2, ("--recompute",)),
         "untied-1": (1, (*untied, "--zero-stage", "2")),
-        "untied-2": (2, untied),
+        "untied-2": (2, (*untied, "--rows", "2")),
     }
 
     def one(name: str) -> tuple[str, Path]:
@@ -208,12 +207,23 @@ def flags_of(words: Sequence[str]) -> list[str]:
     return list(words[words.index(ENTRY) + 1 :])
 
 
+def nodes_of(words: Sequence[str]) -> int:
+    return int(words[words.index("--nnodes") + 1])
+
+
+def parse(words: Sequence[str], nodes: int | None = None) -> ParsedConfig:
+    """As ``pretrain_gpt.py`` reads them on so many nodes, or on those that torchrun was told."""
+    world = (nodes or nodes_of(words)) * GPUS
+    return parse_config(flags_of(words), presets=PRESETS, world_size=world, local_world_size=GPUS)
+
+
 def name_of(path: Path) -> str:
     return path.name
 
 
 def test_there_is_a_script_for_each_model() -> None:
-    assert {path.parent.name for path in SCRIPTS} == {"qwen2.5", "qwen3", "llama3", "gpt2"}
+    folders = {"qwen2.5", "qwen1.5-moe", "qwen3", "qwen3-moe", "llama3", "gpt2"}
+    assert {path.parent.name for path in SCRIPTS} == folders
     for folder in (ROOT / "examples").iterdir():
         assert not folder.is_dir() or (folder / "README.md").exists(), folder
 
@@ -228,9 +238,9 @@ def test_scripts_are_bash_and_executable(script: Path) -> None:
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_every_flag_of_a_script_is_accepted(script: Path, tmp_path: Path) -> None:
     words = start_script(script, tmp_path)
-    world = NODES * GPUS if script in SLURM else GPUS
-    parsed = parse_config(flags_of(words), presets=PRESETS, world_size=world)
+    parsed = parse(words)
     assert not parsed.notes  # nothing accepted without effect, nothing twice
+    assert not parse(words, nodes=2).notes
     config = parsed.config
     assert config.optimizer.optimizer == "muon"
     assert config.checkpoint.save == config.checkpoint.load == str(tmp_path / "saved here")
@@ -243,7 +253,7 @@ def test_every_flag_of_a_script_is_accepted(script: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
 def test_flags_at_the_end_win(script: Path, tmp_path: Path) -> None:
     words = start_script(script, tmp_path, "--train-iters", "7", "--eod-token", "<end of text>")
-    config = parse_config(flags_of(words), presets=PRESETS, world_size=GPUS).config
+    config = parse(words).config
     assert config.training.train_iters == 7
     assert config.tokenizer.eod_token == "<end of text>"
 
@@ -251,7 +261,26 @@ def test_flags_at_the_end_win(script: Path, tmp_path: Path) -> None:
 def test_a_wrong_flag_would_be_caught(tmp_path: Path) -> None:
     words = start_script(SCRIPTS[0], tmp_path, "--zero-stages", "3")
     with pytest.raises(ConfigError, match="--zero-stage"):
-        parse_config(flags_of(words), presets=PRESETS, world_size=GPUS)
+        parse(words)
+
+
+@pytest.mark.parametrize("script", HSDP, ids=name_of)
+def test_a_row_of_the_hsdp_scripts_is_a_node(script: Path, tmp_path: Path) -> None:
+    words = start_script(script, tmp_path)
+    for nodes in (1, 2, nodes_of(words)):
+        config = parse(words, nodes).config
+        laid = grid(config, nodes * GPUS)
+        assert (laid.rows, laid.columns * laid.tp) == (nodes, GPUS)
+
+
+def test_the_scripts_show_experts_and_tensor_parallelism(tmp_path: Path) -> None:
+    assert set(SLURM) <= set(HSDP)
+    for script in SCRIPTS:
+        config = parse(start_script(script, tmp_path)).config
+        assert (config.model.num_experts is not None) == script.parent.name.endswith("-moe")
+        flags = config.parallel
+        assert flags.sequence_parallel == (flags.tensor_model_parallel_size > 1)
+        assert flags.sequence_parallel == (script.name == "slurm_qwen2.5_32b.sh")
 
 
 @pytest.mark.parametrize(
@@ -263,7 +292,7 @@ def test_spelled_out_architectures_are_the_presets(
 ) -> None:
     (script,) = ROOT.glob(f"examples/{name}/*.sh")
     words = start_script(script, tmp_path)
-    config = parse_config(flags_of(words), presets=PRESETS, world_size=GPUS).config
+    config = parse(words).config
     padding = {"vocab_size", "make_vocab_size_divisible_by"}  # here the tokenizer decides
     for key, value in PRESETS[preset].items():
         if key not in padding | differs:
@@ -277,11 +306,14 @@ def test_a_script_without_its_four_paths_says_so() -> None:
         assert "CHECKPOINTS TENSORBOARD TOKENIZER DATA" in done.stderr
 
 
-def test_slurm_jobs_form_a_chain_and_leave_before_their_wall_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", SLURM, ids=name_of)
+def test_slurm_jobs_form_a_chain_and_leave_before_their_wall_time(
+    script: Path, tmp_path: Path
+) -> None:
     variables = {"JOBS": "2", "WALL_MINUTES": "90", "PARTITION": "gpu", "CONTAINER": "an image"}
-    words = start_script(SLURM[0], tmp_path, variables=variables)
+    words = start_script(script, tmp_path, variables={**variables, "NODES": "2"})
     assert words[: words.index(ENTRY)] == [
-        *("--nnodes", str(NODES), "--nproc-per-node", str(GPUS)),
+        *("--nnodes", "2", "--nproc-per-node", str(GPUS)),
         *("--rdzv-backend", "c10d", "--rdzv-id", "7", "--rdzv-endpoint", "first:6000"),
     ]
     submitted = (tmp_path / "words.sbatch").read_text().split("\n\n")[:-1]
@@ -290,85 +322,13 @@ def test_slurm_jobs_form_a_chain_and_leave_before_their_wall_time(tmp_path: Path
     given = submitted[0].split("\n")
     assert given[given.index("--dependency") + 1] == "singleton"
     assert given[given.index("--partition") + 1] == "gpu"
+    assert given[given.index("--nodes") + 1] == "2"
     assert given[given.index("--ntasks-per-node") + 1] == "1"
     wall = int(given[given.index("--time") + 1])
-    config = parse_config(flags_of(words), presets=PRESETS, world_size=NODES * GPUS).config
     assert wall == 90
-    assert config.training.exit_duration_in_mins == 75
+    assert parse(words).config.training.exit_duration_in_mins == 75
 
 
 def test_a_wall_time_without_room_to_save_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="WALL_MINUTES=15: more than 15 are needed"):
         start_script(SLURM[0], tmp_path, variables={"WALL_MINUTES": "15"})
-
-
-# --- tools/README.md ---
-
-
-def runs_by_itself(path: Path) -> bool:
-    return '__name__ == "__main__"' in path.read_text(encoding="utf-8")
-
-
-def tools_page() -> str:
-    return (ROOT / "tools" / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("tool", TOOLS, ids=name_of)
-def test_the_page_names_every_tool(tool: Path) -> None:
-    name = tool.relative_to(ROOT / "tools").as_posix()
-    if runs_by_itself(tool):
-        assert re.search(rf"^## `{re.escape(name)}`", tools_page(), re.MULTILINE), name
-    else:
-        assert f"`{name}`" in tools_page()
-
-
-def test_the_page_names_no_tool_that_is_not_there() -> None:
-    for name in re.findall(r"tools/[\w/]+\.(?:py|sh)", tools_page()):
-        assert (ROOT / name).exists(), name
-    for name in re.findall(r"^## `([^`]+)`", tools_page(), re.MULTILINE):
-        assert (ROOT / "tools" / name).exists(), name
-
-
-def test_the_files_that_the_page_shows_are_json() -> None:
-    shown = re.findall(r"```json\n(.*?)```", tools_page(), re.DOTALL)
-    assert len(shown) >= 6
-    for text in shown:
-        json.loads(text)
-
-
-def option_names(tool: Path) -> set[str]:
-    """Flags that a tool's source adds to its parser."""
-    found = set()
-    for node in ast.walk(ast.parse(tool.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
-    return {str(name) for name in found}
-
-
-@pytest.mark.slow
-def test_every_tool_answers_help() -> None:
-    tools = [tool for tool in TOOLS if runs_by_itself(tool)]
-
-    def ask(tool: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, str(tool), "--help"], capture_output=True, text=True, timeout=120
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        answers = dict(zip(tools, pool.map(ask, tools), strict=True))
-    for tool, answer in answers.items():
-        assert answer.returncode == 0, f"{tool.name}: {answer.stderr}"
-        assert "usage:" in answer.stdout
-        for option in option_names(tool):
-            assert option in answer.stdout, f"{tool.name} --help does not show {option}"
-
-
-def test_commands_of_the_page_use_flags_that_exist() -> None:
-    """Every `python tools/X ...` line, joined where it ends in a backslash."""
-    text = tools_page().replace("\\\n", " ")
-    commands = re.findall(r"^python (tools/[\w/]+\.py)(.*)$", text, re.MULTILINE)
-    assert len(commands) >= len([tool for tool in TOOLS if runs_by_itself(tool)])
-    for tool, rest in commands:
-        source = (ROOT / tool).read_text(encoding="utf-8")
-        for flag in re.findall(r"--[\w-]+", rest):
-            assert f'"{flag}"' in source, f"{tool}: {flag}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -11,6 +12,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from megamuon.arguments import parse_config
+from megamuon.arguments.config import specs_by_dest
+from megamuon.models.presets import PRESETS
 from tests.support.layering import PACKAGE, read_sources
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -68,6 +72,53 @@ def test_files_and_folders_that_the_readme_names_exist() -> None:
 def test_readme_starts_with_what_a_bare_debian_needs() -> None:
     commands = re.findall(r"```(?:bash|sh)\n(.*?)```", read("README.md"), re.DOTALL)
     assert commands[0].startswith("apt-get install -y git make python3 python3-venv\n")
+
+
+# Flags of torchrun and pip that the README shows.
+OTHERS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr"}
+OTHERS |= {"--master-port", "--no-build-isolation", "--system-site-packages"}
+MEGATRONS = {"--muon-no-split-qkv"}  # in the column of its recipe
+
+
+def test_flags_that_the_readme_names_exist() -> None:
+    ours = {name for s in specs_by_dest().values() for name in (*s.names, *s.off_names)}
+    tools = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tools/**/*.py"))
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", read("README.md")))
+    for flag in named - OTHERS - MEGATRONS - ours:
+        assert f'"{flag}"' in tools, flag
+
+
+def test_the_training_commands_of_the_readme_are_accepted() -> None:
+    text = read("README.md").replace("\\\n", " ")
+    commands = re.findall(r"^torchrun (.*?) pretrain_gpt\.py (.*)$", text, re.MULTILINE)
+    assert commands
+    for launcher, flags in commands:
+        world = int(launcher.split()[-1])
+        parse_config(flags.split(), presets=PRESETS, world_size=world)
+
+
+@pytest.mark.parametrize("dest", ["line", "optimizer", "owner_planner", "collectives"])
+def test_the_readme_shows_every_choice(dest: str) -> None:
+    text = read("README.md")
+    for choice in specs_by_dest()[dest].choices:
+        assert f"`{choice}`" in text or f"--{dest} {choice}" in text, choice
+
+
+def test_the_readme_shows_every_preset() -> None:
+    text, family = read("README.md"), ""
+    listed = set()
+    for name in re.findall(r"`([\w.-]+)`", text[text.index("* Presets:") :].split("Explicit")[0]):
+        family = name.rsplit("-", 1)[0] if not name.startswith("-") else family
+        listed.add(family + name if name.startswith("-") else name)
+    assert listed == set(PRESETS)
+
+
+def test_the_python_of_the_readme_imports_what_there_is() -> None:
+    for module, names in re.findall(
+        r"^from ([\w.]+) import (.*)$", read("README.md"), re.MULTILINE
+    ):
+        for name in names.split(", "):
+            assert hasattr(importlib.import_module(module), name), f"{module}: {name}"
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -28,7 +28,7 @@ try:
 except ImportError:  # a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     import megamuon
-from megamuon.mesh import Mesh, destroy, initialise, mesh_from_environment
+from megamuon.mesh import Mesh, MeshError, destroy, initialise, mesh_from_environment
 
 BYTES = 256  # the vocabulary: tokens are bytes
 
@@ -47,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-2, help="peak, for Muon and AdamW alike")
     parser.add_argument("--wd", type=float, default=0.1)
     parser.add_argument("--zero-stage", type=int, choices=(2, 3), default=3)
+    parser.add_argument("--rows", type=int, default=1, help="HSDP: rows of ranks, e.g. the nodes")
     parser.add_argument("--bf16", action="store_true", help="compute in BF16; masters stay FP32")
     parser.add_argument("--recompute", action="store_true", help="recompute layers in the backward")
     parser.add_argument("--seed", type=int, default=1234)
@@ -115,6 +116,7 @@ def train(arguments: argparse.Namespace, mesh: Mesh) -> None:
     runtime = megamuon.shard(
         model,
         layers=(Qwen2DecoderLayer,),
+        mesh=mesh,
         route=route,
         config=megamuon.RuntimeConfig(
             zero_stage=arguments.zero_stage,
@@ -175,7 +177,10 @@ def check(model: nn.Module, folder: Path, batch: Tensor, say: Say) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    mesh = mesh_from_environment()
+    try:
+        mesh = mesh_from_environment(rows=arguments.rows)
+    except MeshError as error:
+        sys.exit(f"--rows {arguments.rows}: {error}")
     if arguments.batch_size % mesh.world_size:
         sys.exit(f"--batch-size {arguments.batch_size} must divide by {mesh.world_size} ranks")
     initialise(mesh)

@@ -73,8 +73,10 @@ TRAINING_ARGS=(
   --bf16
 )
 
+# A row is a node. One node is one row, the same as --sharding fsdp; more of them hold a replica
+# each, and every matrix still has one owner.
 MODEL_PARALLEL_ARGS=(
-  --sharding fsdp
+  --sharding hsdp
   --line C
   --zero-stage 3
   --recompute-granularity full

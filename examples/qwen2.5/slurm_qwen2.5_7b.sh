@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Qwen2.5-7B from random weights with Muon on matrix owners, on a Slurm cluster.
+# Qwen2.5-7B from random weights with Muon on matrix owners.
+# HSDP, 4 nodes of 8 GPUs under Slurm.
 #
 #   bash slurm_qwen2.5_7b.sh CHECKPOINTS TENSORBOARD TOKENIZER DATA [more flags]
 #
-# Runs on the login node and submits JOBS jobs of one name. `--dependency=singleton` lets one of them
-# run at a time; each saves and leaves before its wall time is over (--exit-duration-in-mins), and the
-# next one continues from its checkpoint. A job that finds the run finished ends at once.
+# Runs on the login node and submits a chain of jobs, each of which continues the one before; see
+# examples/slurm_chain.sh.
 #
-# Variables: NODES (4), GPUS_PER_NODE (8), JOBS (3), WALL_MINUTES (240), JOB_NAME, LOGS (a folder),
-#            PARTITION and ACCOUNT where the cluster asks for them, CONTAINER (an image for srun).
+# Variables: NODES (4), JOB_NAME, LOGS (a folder), and those of examples/slurm_chain.sh:
+#            GPUS_PER_NODE, JOBS, WALL_MINUTES, PARTITION, ACCOUNT, CONTAINER, MASTER_PORT.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
@@ -23,17 +23,9 @@ DATA_PATH=$4
 shift 4
 
 NODES="${NODES:-4}"
-GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
-JOBS="${JOBS:-3}"
-WALL_MINUTES="${WALL_MINUTES:-240}"
 JOB_NAME="${JOB_NAME:-qwen2.5-7b}"
 LOGS="${LOGS:-$CHECKPOINT_PATH/logs}"
-MARGIN_MINUTES=15 # start-up before the clock of the run, the last step, the last save
-
-if ((WALL_MINUTES <= MARGIN_MINUTES)); then
-  echo "WALL_MINUTES=$WALL_MINUTES: more than $MARGIN_MINUTES are needed to start and to save" >&2
-  exit 2
-fi
+source "$ROOT/examples/slurm_chain.sh"
 
 MODEL_ARGS=(
   --model qwen2.5-7b
@@ -55,11 +47,12 @@ TRAINING_ARGS=(
   --weight-decay 0.1
   --clip-grad 1.0
   --bf16
-  --exit-duration-in-mins "$((WALL_MINUTES - MARGIN_MINUTES))"
+  --exit-duration-in-mins "$EXIT_MINUTES"
 )
 
+# A row is a node: weights are gathered inside it, and every matrix has one owner in all 4.
 MODEL_PARALLEL_ARGS=(
-  --sharding fsdp
+  --sharding hsdp
   --line C
   --zero-stage 3
   --recompute-granularity full
@@ -87,43 +80,10 @@ EVAL_AND_LOGGING_ARGS=(
   --distributed-timeout-minutes 30
 )
 
-# What the jobs run, quoted once more: the text below passes through another shell.
-PRETRAIN=$(printf '%q ' "$ROOT/pretrain_gpt.py" \
+submit_chain "$ROOT/pretrain_gpt.py" \
   "${MODEL_ARGS[@]}" \
   "${TRAINING_ARGS[@]}" \
   "${MODEL_PARALLEL_ARGS[@]}" \
   "${DATA_ARGS[@]}" \
   "${EVAL_AND_LOGGING_ARGS[@]}" \
-  "$@")
-
-SBATCH_ARGS=(
-  --job-name "$JOB_NAME"
-  --dependency singleton
-  --nodes "$NODES"
-  --ntasks-per-node 1 # torchrun starts one process per GPU itself
-  --gres "gpu:$GPUS_PER_NODE"
-  --exclusive
-  --time "$WALL_MINUTES"
-  --output "$LOGS/%x-%j.log"
-)
-[[ -z "${PARTITION:-}" ]] || SBATCH_ARGS+=(--partition "$PARTITION")
-[[ -z "${ACCOUNT:-}" ]] || SBATCH_ARGS+=(--account "$ACCOUNT")
-
-SRUN_ARGS=(--kill-on-bad-exit=1)
-[[ -z "${CONTAINER:-}" ]] || SRUN_ARGS+=("--container-image=$CONTAINER")
-SRUN=$(printf '%q ' "${SRUN_ARGS[@]}")
-
-mkdir -p "$LOGS"
-for ((job = 1; job <= JOBS; job++)); do
-  sbatch "${SBATCH_ARGS[@]}" <<EOF
-#!/usr/bin/env bash
-set -euo pipefail
-cd $(printf '%q' "$PWD")
-export OMP_NUM_THREADS=1
-export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
-mapfile -t hosts < <(scontrol show hostnames "\$SLURM_JOB_NODELIST")
-srun $SRUN torchrun --nnodes $NODES --nproc-per-node $GPUS_PER_NODE \\
-  --rdzv-backend c10d --rdzv-id "\$SLURM_JOB_ID" --rdzv-endpoint "\${hosts[0]}:${MASTER_PORT:-6000}" \\
-  $PRETRAIN
-EOF
-done
+  "$@"

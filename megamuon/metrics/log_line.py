@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 MEBIBYTE = 1024 * 1024
+BALANCING_LOSS = "load_balancing_loss"  # Megatron's name for the auxiliary loss of routers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,9 @@ def validation_block(where: str, losses: Mapping[str, float], set_name: str = ""
     suffix = f"-{set_name}" if set_name else ""
     line = f" validation{suffix} loss at {where} | "
     for name, loss in losses.items():
-        line += f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+        line += f"{name} value: {loss:.6E} | "
+        if name != BALANCING_LOSS:  # a perplexity is of a loss over tokens
+            line += f"{name} PPL: {perplexity(loss):.6E} | "
     dashes = "-" * (len(line) + 1)
     return f"{dashes}\n{line}\n{dashes}"
 

@@ -69,9 +69,7 @@ class OwnerOptimizer(Protocol):
         """
         ...
 
-    def update(
-        self, items: Sequence[Item], updated: Callable[[Item], None] | None = None
-    ) -> None:
+    def update(self, items: Sequence[Item], updated: Callable[[Item], None] | None = None) -> None:
         """One step for each item; parameters and state change in place. ``updated`` is called
         once for each item as soon as its parameter has its new values.
         """
@@ -127,9 +125,7 @@ class MatrixOptimizer(Protocol):
         """Decay and update a piece with its part of the direction."""
         ...
 
-    def update(
-        self, items: Sequence[Item], updated: Callable[[Item], None] | None = None
-    ) -> None:
+    def update(self, items: Sequence[Item], updated: Callable[[Item], None] | None = None) -> None:
         """All three steps for items that are whole; their state holds both kinds of keys.
 
         ``updated`` is called once for each item as soon as its parameter has its new values.

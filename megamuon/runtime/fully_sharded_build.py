@@ -142,6 +142,8 @@ def wrap(
         # As in the owner runtime, the model decides about the dtype of what is no parameter.
         cast_forward_inputs=False,
     )
+    # Before FSDP2's own hook, which warns of an output that is a view.
+    model.register_forward_hook(_without_views)
     modules = []
     for path, members in _groups(model, layers, parameters).items():
         for parameter in members:
@@ -158,6 +160,10 @@ def wrap(
         )
         modules.append(module)
     return {p.name: _held(holders[p.name]) for p in parameters}, tuple(modules)
+
+
+def _without_views(_: nn.Module, args: object, output: object) -> object:
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 def _holders(model: nn.Module, parameters: Sequence[LogicalParameter]) -> Holders:

@@ -15,8 +15,10 @@ from megamuon.runtime import OptimizerSettings, Runtime
 
 
 def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
-    """Two lines: the plan's identity, and how even it is."""
+    """Two lines: the plan's identity, and how even it is; one where nobody owns anything."""
     report = summarize(plan)
+    if not report.units:
+        return f"plan {plan.digest[:16]}: even slices of every parameter, no owners"
     rails = ", ".join(f"{rail.mib:.1f}" for rail in report.rails[:8])
     more = ", ..." if len(report.rails) > 8 else ""
     origin = "from the checkpoint" if reused else "made now"
@@ -33,7 +35,8 @@ def describe_grid(config: Config, mesh: Mesh) -> str:
     flags, owners = config.parallel, config.ownership
     rows = f"{mesh.rows} rows of {mesh.columns} ranks" if mesh.rows > 1 else f"{mesh.columns} ranks"
     tp = f" x {mesh.tp} tensor-parallel" if mesh.tp > 1 else ""
-    publish = f" | publish {flags.publish}" if mesh.rows > 1 else ""
+    publishes = mesh.rows > 1 and owners.param_layout == "owner"
+    publish = f" | publish {flags.publish}" if publishes else ""
     return (
         f"line {owners.line} | {flags.sharding} on {rows}{tp} | ZeRO-{flags.zero_stage} |"
         f" layout {owners.param_layout}, collectives {owners.collectives}, matrix update"

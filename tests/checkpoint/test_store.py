@@ -115,8 +115,12 @@ def test_nothing_is_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             r"\(11, 4\) torch.float32",
         ),
         (
-            lambda w: [stored("embed.weight", torch.zeros(11, 3).double()), *w[1:]],
-            r"embed.weight was saved .* torch.float32, but .* torch.float64",
+            lambda w: [stored("embed.weight", torch.zeros(11, 3).bfloat16()), *w[1:]],
+            r"embed.weight was saved .* torch.float32, but .* torch.bfloat16",
+        ),
+        (
+            lambda w: [stored("embed.weight", torch.zeros(11, 3).long()), *w[1:]],
+            r"embed.weight was saved .* torch.float32, but .* torch.int64",
         ),
         (
             lambda w: [stored("embed.weight", torch.zeros(10, 3), None, (11, 3)), *w[1:]],
@@ -149,6 +153,25 @@ def test_prefixes_may_be_ignored_and_without_strict_the_rest_is_reported(tmp_pat
     loaded = load(tmp_path, 5, [*wanted, extra], strict=False)
     assert loaded.missing == ("new.weight",) and torch.equal(extra.data, torch.ones(2))
     assert loaded.tensors == len(wanted)
+    assert loaded.filled == tuple(sorted(model))
+    assert loaded.unused == tuple(sorted(set(wholes()) - set(model)))
+
+
+def test_a_wider_float_is_filled_with_the_same_numbers(tmp_path: Path) -> None:
+    narrow = torch.tensor([[1 / 3, -2e-30], [65504.0, 3e38]])
+    saved = {"half": narrow.bfloat16(), "single": narrow, "count": torch.tensor(3)}
+    _save(tmp_path, pieces=[stored(name, tensor) for name, tensor in saved.items()])
+    wanted = [
+        stored("half", torch.zeros(1, 2), (0, 0), (2, 2)),
+        stored("half", torch.zeros(1, 2).double(), (1, 0), (2, 2)),
+        stored("single", torch.zeros(2, 2).double()),
+        stored("count", torch.tensor(0)),
+    ]
+    loaded = load(tmp_path, 5, wanted)
+    assert torch.equal(wanted[0].data, saved["half"][:1].float())
+    assert torch.equal(wanted[1].data, saved["half"][1:].double())
+    assert torch.equal(wanted[2].data, narrow.double()) and int(wanted[3].data) == 3
+    assert loaded.widened == ("half", "single") and loaded.unused == ()
 
 
 def test_pieces_must_cover_a_tensor_once(tmp_path: Path) -> None:

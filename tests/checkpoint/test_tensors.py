@@ -17,6 +17,7 @@ from megamuon.checkpoint.tensors import (
     index_from_json,
     index_to_text,
     listed,
+    widens,
 )
 from tests.support.pieces import stored
 
@@ -70,3 +71,33 @@ def test_pieces_that_cannot_be_stored() -> None:
 def test_long_lists_are_cut() -> None:
     assert listed(["b", "a"]) == "a, b"
     assert listed([str(n) for n in range(8)]) == "0, 1, 2, 3, 4 and 3 more"
+
+
+def test_only_what_keeps_every_number_widens() -> None:
+    half, brain, single, double = torch.float16, torch.bfloat16, torch.float32, torch.float64
+    for saved, wanted in ((brain, single), (half, single), (single, double), (single, single)):
+        assert widens(saved, wanted)
+    for saved, wanted in (
+        (single, brain),
+        (double, single),
+        (half, brain),
+        (brain, half),
+        (torch.int32, single),
+        (torch.int32, torch.int64),
+    ):
+        assert not widens(saved, wanted)
+
+
+def test_holders_of_a_piece_share_its_rows() -> None:
+    whole = torch.arange(20.0).reshape(10, 2)
+    piece = stored("w", whole[3:8], (3, 0), (10, 2))
+    shares = [piece.share(place, 3) for place in range(3)]
+    assert [(s.offset, s.shape, s.data.tolist()) for s in shares if s is not None] == [
+        ((3, 0), (10, 2), whole[3:5].tolist()),
+        ((5, 0), (10, 2), whole[5:7].tolist()),
+        ((7, 0), (10, 2), whole[7:8].tolist()),
+    ]
+    assert shares[0].data.data_ptr() == whole[3:].data_ptr()  # a view: nothing is copied
+    assert piece.share(3, 4) is None and piece.share(0, 1) is piece
+    scalar = stored("s", torch.tensor(1.0))
+    assert scalar.share(0, 3) is scalar and scalar.share(1, 3) is None
