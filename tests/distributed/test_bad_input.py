@@ -180,4 +180,4 @@ def test_a_bad_command_line_on_one_rank_alone_is_heard() -> None:
         first.kill()
         first.communicate()
     assert code == 2
-    assert errors.splitlines() == ["rank 1: error: --zero-stage 7: must be one of 2, 3"]
+    assert errors.splitlines() == ["rank 1: error: --zero-stage 7: must be one of 1, 2, 3"]
