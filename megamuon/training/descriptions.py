@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megamuon.arguments import Config
+from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.ownership import OwnershipPlan, summarize
 from megamuon.runtime import OptimizerSettings, Runtime
@@ -56,8 +57,10 @@ def runtime_line(runtime: Runtime) -> str:
 def describe_optimizer(config: Config, runtime: Runtime) -> str:
     """The recipe in one line: the optimizer's numbers, and how many matrices it has."""
     routes = summarize(runtime.plan).routes
-    counts = ", ".join(f"{route} {count}" for route, count in routes.items() if count)
     flags, settings = config.optimizer, runtime.config.optimizer
+    # The route of whole matrices is called after the first optimizer that took it.
+    routes = {flags.optimizer if name == Route.MUON else name: n for name, n in routes.items() if n}
+    counts = ", ".join(f"{route} {count}" for route, count in routes.items())
     recipe = _RECIPES.get(flags.optimizer)
     parts = [f"optimizer {flags.optimizer}", *(recipe(config, settings) if recipe else ())]
     return " | ".join([*parts, f"parameters by route: {counts}"])
