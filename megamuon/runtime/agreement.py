@@ -8,15 +8,29 @@ names the ranks and the first entry that differs; none of them hangs. Tested by
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 
 import torch
 import torch.distributed as dist
 
 from megamuon.ownership.plan import OwnershipPlan
+from megamuon.runtime.config import OptimizerSettings
 
 
 class PlanMismatchError(RuntimeError):
     """Ranks computed different plans or run with different settings."""
+
+
+def settings_texts(optimizer: OptimizerSettings) -> dict[str, str]:
+    """The optimizers' settings as text by name, those of nested configurations one by one."""
+    texts: dict[str, str] = {}
+    for field in fields(optimizer):
+        value = getattr(optimizer, field.name)
+        parts = fields(value) if is_dataclass(value) else ()
+        texts |= {
+            f"{field.name}.{part.name}": repr(getattr(value, part.name)) for part in parts
+        } or {field.name: repr(value)}
+    return texts
 
 
 def exchange_settings(settings: Mapping[str, str], group: dist.ProcessGroup | None) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megamuon.collectives import TwoStageReducer, build_transport
 from megamuon.collectives.traffic import Traffic
@@ -77,6 +78,16 @@ class Grid:
         if self.world is None:
             return None
         return new_group(self.mesh, axis, ranks=dist.get_process_group_ranks(self.world))
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model trains: where it is, or from the meta device on the GPU if there is one."""
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

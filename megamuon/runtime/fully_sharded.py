@@ -22,8 +22,7 @@ from megamuon import mesh as grid
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Placement
 from megamuon.mesh import Mesh
-from megamuon.optim.adamw import AdamW, Sgd, SgdConfig
-from megamuon.optim.optimizer import OwnerOptimizer
+from megamuon.runtime.assembly import device_of, elementwise_optimizer
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.exchange import PieceExchange
 from megamuon.runtime.fully_sharded_build import (
@@ -62,16 +61,16 @@ def fully_shard_model(
     RoutingError, PlanMismatchError, and ValueError for another optimizer than AdamW and SGD, for
     another ZeRO stage, and for what FSDP2 cannot shard.
     """
-    optimizer = _optimizer(config.optimizer)
+    _check_optimizer(config.optimizer)
     if config.zero_stage not in (2, 3):
         raise ValueError(f"zero_stage={config.zero_stage}: line A shards parameters, choose 2 or 3")
-    device = device or (mesh.device if mesh is not None else _device_of(model))
+    device = device or (mesh.device if mesh is not None else device_of(model))
     alone = not dist.is_initialized()
     mesh = _checked(mesh or _one_row(device))
     if alone:
         grid.initialise(mesh)
     try:
-        return _build(model, layers, config, mesh, placements, initial, optimizer, alone)
+        return _build(model, layers, config, mesh, placements, initial, alone)
     except BaseException:
         if alone:
             grid.destroy()
@@ -85,7 +84,6 @@ def _build(
     mesh: Mesh,
     placements: Mapping[str, Placement] | None,
     initial: Fill | None,
-    optimizer: OwnerOptimizer,
     owns_process_group: bool,
 ) -> FullyShardedRuntime:
     plan = plan_of(model, layers, config, mesh, placements)
@@ -107,7 +105,7 @@ def _build(
         modules=modules,
         step=FullyShardedStep(
             pieces_of(plan, tensors, mesh),
-            optimizer,
+            elementwise_optimizer(config.optimizer),
             mesh=mesh,
             world=dist.group.WORLD,
             tp_group=tp_group,
@@ -118,24 +116,12 @@ def _build(
     )
 
 
-def _optimizer(settings: OptimizerSettings) -> OwnerOptimizer:
-    if settings.matrices == "adam":
-        return AdamW(settings.adamw)
-    if settings.matrices == "sgd":
-        return Sgd(SgdConfig(momentum=settings.sgd_momentum))
-    raise ValueError(
-        f"optimizer.matrices={settings.matrices!r}: line A trains with AdamW (or SGD); choose adam"
-        " or sgd, or a line that keeps matrices whole"
-    )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        return device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def _check_optimizer(settings: OptimizerSettings) -> None:
+    if settings.whole_matrices:
+        raise ValueError(
+            f"optimizer.matrices={settings.matrices!r}: line A trains with AdamW (or SGD); choose"
+            " adam or sgd, or a line that keeps matrices whole"
+        )
 
 
 def _ranks() -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from megamuon.ownership.cost import closed_form_cost
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan
 from megamuon.ownership.settings import Topology
-from megamuon.runtime.agreement import exchange_plan, exchange_settings
+from megamuon.runtime.agreement import exchange_plan, exchange_settings, settings_texts
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.fully_sharded_step import ShardedPiece
@@ -80,13 +80,7 @@ def exchange(config: RuntimeConfig, plan: OwnershipPlan, group: dist.ProcessGrou
         "master": str(config.master_dtype),
         "seed": str(config.seed),
     }
-    for field in fields(config.optimizer):
-        value = getattr(config.optimizer, field.name)
-        parts = fields(value) if is_dataclass(value) else ()
-        settings |= {
-            f"{field.name}.{part.name}": repr(getattr(value, part.name)) for part in parts
-        } or {field.name: repr(value)}
-    exchange_settings(settings, group)
+    exchange_settings(settings | settings_texts(config.optimizer), group)
     exchange_plan(plan, group)
 
 

@@ -153,11 +153,8 @@ class MatrixUpdate:
         updated: Updated,
     ) -> None:
         """Line B: slices of the inputs to every rank of the row, the work on each of them."""
-        inputs = {
-            name: self.optimizer.prepare(item)
-            for name, (_, item) in items.items()
-            if any(p.name == name for p in parameters)
-        }
+        names = {p.name for p in parameters}
+        inputs = {n: self.optimizer.prepare(item) for n, (_, item) in items.items() if n in names}
         pieces = gather(self.transport, parameters, inputs, {n: items[n][0] for n in inputs})
         cut = [p for p in parameters if p.cut is not None]
         wholes = {p.name: pieces[p.name] for p in parameters}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,8 @@ from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan, muon_shapes, planned_units
 from megamuon.ownership.settings import Topology
 from megamuon.runtime import hooks
-from megamuon.runtime.agreement import exchange_plan, exchange_settings
-from megamuon.runtime.assembly import Grid, build_parts
+from megamuon.runtime.agreement import exchange_plan, exchange_settings, settings_texts
+from megamuon.runtime.assembly import Grid, build_parts, device_of
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import cut_piece
@@ -72,7 +72,7 @@ def shard(
     """
     hooks.check_hook_contract()
     config = config or RuntimeConfig()
-    device = device or _device_of(model)
+    device = device or device_of(model)
     grid = Grid.of(mesh, process_group, device)
     matrix = config.optimizer.whole_matrices
     parameters = collect(
@@ -103,15 +103,6 @@ def shard(
         step=parts.step,
         exchange=parts.exchange,
     )
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    device = next(model.parameters()).device
-    if device.type != "meta":
-        return device
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _plan(
@@ -167,14 +158,7 @@ def _agreed_settings(
         "master": str(config.master_dtype),
         "seed": str(config.seed),
     }
-    optimizer = config.optimizer
-    for field in fields(optimizer):
-        value = getattr(optimizer, field.name)
-        parts = fields(value) if is_dataclass(value) else ()
-        settings |= {
-            f"{field.name}.{part.name}": repr(getattr(value, part.name)) for part in parts
-        } or {field.name: repr(value)}
-    return settings
+    return settings | settings_texts(config.optimizer)
 
 
 def _parameters_by_name(

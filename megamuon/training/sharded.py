@@ -110,11 +110,11 @@ def build_runtime(
 def _cut(
     model: nn.Module, provider: ModelProvider, config: Config, mesh: Mesh
 ) -> tuple[Mapping[str, Placement], Fill]:
-    """Leave ``model`` its pieces of what tensor parallelism cuts.  Weights are made whole, so they
-    come from a second model that stays as it is.
+    """Leave ``model`` its pieces of what tensor parallelism cuts.  Weights are made whole: by the
+    model itself, else they are those of a second one that stays as it is.
     """
     flags = config.parallel
     plan = plan_sharding(model, tp=mesh.tp, sequence_parallel=flags.sequence_parallel)
-    template = build_model(provider, config.training.seed)
     apply_sharding(model, plan, tp_rank=mesh.tp_rank, group=new_group(mesh, "tp"))
-    return plan.placements, _filler(template) or _copier(template)
+    fill = _filler(model) or _copier(build_model(provider, config.training.seed))
+    return plan.placements, fill
