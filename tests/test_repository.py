@@ -50,7 +50,7 @@ def requirements() -> dict[str, set[str]]:
     }
 
 
-@pytest.mark.parametrize("name", ["setup", "pretrain", "test", "lint", "clean"])
+@pytest.mark.parametrize("name", ["setup", "pretrain", "test", "lint", "device-compile", "clean"])
 def test_the_fixed_targets_exist(name: str) -> None:
     assert name in make_targets()
 
@@ -71,7 +71,7 @@ def test_files_and_folders_that_the_readme_names_exist() -> None:
 
 def test_readme_starts_with_what_a_bare_debian_needs() -> None:
     commands = re.findall(r"```(?:bash|sh)\n(.*?)```", read("README.md"), re.DOTALL)
-    assert commands[0].startswith("apt-get install -y git make python3 python3-venv\n")
+    assert commands[0].startswith("apt-get install -y git g++ make python3 python3-venv\n")
 
 
 # Flags of torchrun and pip that the README shows.
@@ -166,5 +166,6 @@ def test_what_is_imported_is_required() -> None:
 
 
 def test_the_continuous_integration_runs_the_same_targets() -> None:
-    assert {"lint", "test"} == set(re.findall(r"^make ([a-z]+)$", read(".ci/run"), re.MULTILINE))
+    named = set(re.findall(r"^ *make ([a-z-]+)$", read(".ci/run"), re.MULTILINE))
+    assert named == {"lint", "device-compile", "test"}
     assert (ROOT / ".ci/run").stat().st_mode & 0o100

@@ -4,13 +4,14 @@
 # Where the interpreter already has torch >= 2.11 (a CUDA container), .venv sees it through --system-site-packages and
 # it is never touched; else torch==2.13.0 is installed, or what TORCH and TORCH_INDEX say. A finished set-up leaves a
 # stamp, so the next call returns at once; one that was interrupted leaves a marker, so the next call starts afresh.
-# Variables: PYTHON (interpreter), TORCH (pip requirement), TORCH_INDEX (index URL for torch).
+# Every call brings the native libraries up to date with csrc/ (csrc/build.py; nothing to do takes a tenth of a second).
+# Variables: PYTHON (interpreter), TORCH (pip requirement), TORCH_INDEX (index URL for torch), and csrc/build.py's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 readonly VENV=.venv STAMP=.venv/.megamuon-complete MARKER=.venv.installing
 readonly DEFAULT_TORCH="torch==2.13.0"
-readonly APT_LINE="apt-get install -y git make python3 python3-venv"
+readonly APT_LINE="apt-get install -y git g++ make python3 python3-venv"
 
 say() { echo "setup: $*"; }
 fail() { printf 'setup: error: %s\n' "$@" >&2; exit 1; }
@@ -103,6 +104,9 @@ install() {
     fail "torch $have does not import from $VENV: remove $VENV and run make setup again"
 }
 
+# First with any interpreter and only the host library, so that a missing compiler is known before the downloads.
+build_native() { "$1" csrc/build.py "${@:2}" || fail "the native libraries cannot be built: see above"; }
+
 python=${PYTHON:-python3}
 torch_request=${TORCH:-${TORCH_INDEX:+$DEFAULT_TORCH}}
 request="${torch_request} ${TORCH_INDEX:-}"
@@ -113,6 +117,7 @@ if [[ -f "$STAMP" && ! -e "$MARKER" ]] && "$VENV/bin/python" -c '' 2>/dev/null; 
   if [[ "$stamped" == "$(fingerprint)" ]] &&
     [[ "$request" == " " || "$request" == "${stamped_request:-}" ]] &&
     [[ -z "${PYTHON:-}" || "$(identity "$python")" == "$(identity "$VENV/bin/python")" ]]; then
+    build_native "$VENV/bin/python" all --quiet
     check_gpus
     exit 0
   fi
@@ -121,6 +126,7 @@ fi
 
 started=$SECONDS
 check_python
+build_native "$python" host
 system_torch=
 [[ -n "$torch_request" ]] || system_torch=$(usable_torch "$python")
 [[ -z "$system_torch" ]] || say "$python has torch $system_torch: $VENV will use it as it is"
@@ -138,6 +144,7 @@ elif [[ -n "$torch_request" ]] && grep -q "^include-system-site-packages = true"
 fi
 touch "$MARKER"
 install
+build_native "$VENV/bin/python" all # all is built by now; this says what was skipped
 printf '%s\n%s\n' "$(fingerprint)" "$request" >"$STAMP"
 rm -f "$MARKER"
 say "done in $((SECONDS - started)) s: $("$VENV/bin/python" -V), torch $(usable_torch "$VENV/bin/python"), in $VENV"

@@ -1,0 +1,172 @@
+// Persistent publish: new weights from their owners down the rail, one stream per step.
+//
+// Owns the scheduling of one round at one place of a rail (K = 1: the rail's places are its nodes).
+// Invariants: a tile's flag holds the version of the bytes in place, and only grows; a parameter
+// has arrived in a version when all its tiles have; a round is over when every own parameter has been sent
+// and every other one has arrived and been passed on.  Source: DMuon-2, section 5.3 and appendix C.2.
+// Tested in simulation with mutants (csrc/tests/chaos.cpp), by replay on a virtual clock (csrc/tests/replay.cpp), as a model
+// (csrc/verification/publish.pml).
+//
+// [Note: no staging and no credit]
+//
+// A copy's bytes are written by the place before this one and by nobody else, once per version.  Version
+// t + 1 of a copy is written only after its owner's update t + 1, which follows the global gradient norm,
+// to which this place contributes after its last read of version t (its gathers are over) and which needs
+// every place further down to have gathered, hence received, version t (this place's relays are over).
+// So a copy never needs a second buffer, and a sender no acknowledgement.  Where rounds follow each
+// other without such a step between them (weights loaded from a file), the caller puts a
+// barrier there.
+#pragma once
+#include "rules.h"
+
+#include "../fabric/fabric.h"
+
+namespace megamuon {
+
+// Frozen.
+struct PublishParameter {
+  int node;  // of the owner
+  u64 offset, bytes;
+  u64 first_tile;
+};
+
+struct PublishState {
+  u64 version = 0;   // wanted by the round, or last published
+  u64 previous = 0;  // before it
+  u64 tiles_seen = 0;  // own: posted; other: arrived and passed on
+  bool finished = true;
+};
+
+template <class Fabric, class Rules = Sound>
+class Publish {
+ public:
+  MM_HD Publish(Fabric& fabric, const ControlLayout& layout, const Geometry& place,
+                const PublishParameter* parameters, PublishState* states, u64 tile_bytes)
+      : fabric_(fabric),
+        layout_(layout),
+        place_(place),
+        parameters_(parameters),
+        states_(states),
+        tile_bytes_(tile_bytes) {}
+
+  // Open a round: `count` parameters (in `order`, the same at every place) get `version`.
+  MM_HD void begin(const int* order, int count, u64 version) {
+    order_ = order, count_ = count, first_open_ = 0;
+    for (int i = 0; i < count; ++i) {
+      PublishState& s = states_[order[i]];
+      s.previous = s.version;
+      s.version = version;
+      s.tiles_seen = 0;
+      s.finished = false;
+    }
+  }
+
+  // Move by at most a few tiles; whether anything moved.  Never waits.
+  MM_HD bool step() { return step_tasks() | step_relays() | retire(); }
+
+  MM_HD bool finished() const { return first_open_ == count_; }
+
+  // Puts posted and tasks taken since the operator was made; an operator that is made again for each round resumes there.
+  MM_HD u64 puts() const { return posted_; }
+  MM_HD u64 tasks() const { return head_; }
+  MM_HD void resume(u64 puts, u64 tasks) { posted_ = puts, head_ = tasks; }
+
+  // The first parameter of the round that is not finished (for error texts); -1: none.
+  MM_HD int open_parameter() const { return finished() ? -1 : order_[first_open_]; }
+
+ private:
+  static constexpr int kBurst = 4;    // tiles of one parameter per turn
+  static constexpr int kWindow = 16;  // parameters in flight that a relay looks at
+
+  MM_HD u64 tiles(const PublishParameter& p) const {
+    return (p.bytes + tile_bytes_ - 1) / tile_bytes_;
+  }
+
+  MM_HD void post(int index, u64 tile) {
+    const PublishParameter& p = parameters_[index];
+    const PublishState& s = states_[index];
+    const u64 start = tile * tile_bytes_;
+    const u64 bytes = p.bytes - start < tile_bytes_ ? p.bytes - start : tile_bytes_;
+    const Address place{Space::pool, p.offset + start};
+    fabric_.put(0, place_.next(), place, place, bytes, layout_.tile_flag(p.first_tile + tile),
+                s.version - s.previous);
+    ++posted_;
+  }
+
+  // Own parameters that have been handed over.
+  MM_HD bool step_tasks() {
+    const u64 tail = fabric_.read(layout_.task_tail());
+    bool moved = false;
+    while (head_ < tail) {
+      const int index = int(fabric_.read(layout_.task(head_ % u64(layout_.parameters))));
+      PublishState& s = states_[index];
+      const u64 all = place_.nodes > 1 ? tiles(parameters_[index]) : 0;
+      for (int i = 0; i < kBurst && s.tiles_seen < all && fabric_.may_put(0); ++i) {
+        post(index, s.tiles_seen++);
+        moved = true;
+      }
+      if (s.tiles_seen < all) return moved;
+      fabric_.set_local(place_.column, layout_.parameter_flag(index), s.version);
+      s.finished = true;
+      ++head_;
+      moved = true;
+    }
+    return moved;
+  }
+
+  MM_HD bool arrived(u64 flag, const PublishState& s) const {
+    return Rules::flags_carry_version ? flag >= s.version : flag != 0;
+  }
+
+  // Tiles that have arrived go on at once.
+  MM_HD bool step_relays() {
+    bool moved = false;
+    int looked = 0;
+    for (int i = first_open_; i < count_ && looked < kWindow; ++i) {
+      const int index = order_[i];
+      const PublishParameter& p = parameters_[index];
+      PublishState& s = states_[index];
+      if (s.finished || p.node == place_.node) continue;
+      ++looked;
+      const u64 all = tiles(p);
+      const bool passes = place_.next() != p.node;
+      for (int n = 0; n < kBurst && s.tiles_seen < all; ++n) {
+        if (!arrived(fabric_.read(layout_.tile_flag(p.first_tile + s.tiles_seen)), s)) break;
+        if (passes && !fabric_.may_put(0)) break;
+        if (passes) post(index, s.tiles_seen);
+        ++s.tiles_seen;
+        moved = true;
+      }
+      if (s.tiles_seen == all) {
+        fabric_.set_local(place_.column, layout_.parameter_flag(index), s.version);
+        s.finished = true;
+        moved = true;
+      }
+    }
+    return moved;
+  }
+
+  MM_HD bool retire() {
+    bool moved = false;
+    while (first_open_ < count_ && states_[order_[first_open_]].finished) {
+      const bool over = first_open_ + 1 == count_;
+      if (over && Rules::retire_waits_for_puts && !fabric_.put_done(0, posted_)) return moved;
+      ++first_open_;
+      moved = true;
+    }
+    return moved;
+  }
+
+  Fabric& fabric_;
+  const ControlLayout& layout_;
+  const Geometry& place_;
+  const PublishParameter* parameters_;
+  PublishState* states_;
+  u64 tile_bytes_;
+  const int* order_ = nullptr;
+  int count_ = 0, first_open_ = 0;
+  u64 posted_ = 0;  // puts since the operator was made
+  u64 head_ = 0;    // own tasks taken since then
+};
+
+}  // namespace megamuon
