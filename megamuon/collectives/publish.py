@@ -46,17 +46,22 @@ class LeaderCopies:
     """The resident copies of one column's parameters, header and payload each, in one buffer."""
 
     def __init__(
-        self, sizes: Mapping[int, int], dtype: torch.dtype, device: torch.device | str
+        self,
+        sizes: Mapping[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        buffer: Tensor | None = None,
     ) -> None:
-        """``sizes``: parameter index -> elements. All copies start at zero, version 0."""
-        self._places: dict[int, tuple[int, int]] = {}  # start of the header, end of the payload
-        end = 0
-        for index, numel in sizes.items():
-            stop = end + HEADER_BYTES + numel * dtype.itemsize
-            self._places[index] = (end, stop)
-            end = -(-stop // ALIGNMENT) * ALIGNMENT
+        """``sizes``: parameter index -> elements. All copies start at zero, version 0.
+
+        ``buffer``: zeros of at least ``bytes_of(sizes, dtype)`` to lie in, ``(bytes,)`` uint8.
+        """
+        self._places, end = _places(sizes, dtype)
         self.dtype = dtype
-        self.buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+        if buffer is None:
+            buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.buffer = buffer[:end]
         self._headers: dict[int, Tensor] = {}
         self._payloads: dict[int, Tensor] = {}
         for index, (start, stop) in self._places.items():
@@ -64,6 +69,16 @@ class LeaderCopies:
             header[1] = index
             self._headers[index] = header
             self._payloads[index] = self.buffer[start + HEADER_BYTES : stop].view(dtype)
+
+    @staticmethod
+    def bytes_of(sizes: Mapping[int, int], dtype: torch.dtype) -> int:
+        """What the copies of ``sizes`` take, headers and alignment included."""
+        return _places(sizes, dtype)[1]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where a payload lies in the buffer: its first byte, and how many."""
+        start, stop = self._places[index]
+        return start + HEADER_BYTES, stop - start - HEADER_BYTES
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -95,6 +110,17 @@ class LeaderCopies:
     def headers(self, indices: Sequence[int]) -> Tensor:
         """``(len(indices), 2)`` int64 on the device: version and parameter index of each."""
         return torch.stack([self._headers[index] for index in indices])
+
+
+def _places(sizes: Mapping[int, int], dtype: torch.dtype) -> tuple[dict[int, tuple[int, int]], int]:
+    """Start of the header and end of the payload of each parameter, and the end of all."""
+    places: dict[int, tuple[int, int]] = {}
+    end = 0
+    for index, numel in sizes.items():
+        stop = end + HEADER_BYTES + numel * dtype.itemsize
+        places[index] = (end, stop)
+        end = -(-stop // ALIGNMENT) * ALIGNMENT
+    return places, end
 
 
 class Publisher:
@@ -231,6 +257,19 @@ class Publisher:
             _Check(self.copies.headers(wanted), wanted, [expected[index] for index in wanted])
         )
         self._settle_checks(block=not self.copies.buffer.is_cuda)
+
+    def arrived(self, indices: Iterable[int], expected: Mapping[int, int]) -> bool:
+        """Whether ``wait`` would return soon; never blocks. Says when to prefetch, not what may be
+        read: a copy whose header has arrived may still lack the end of its payload.
+        """
+        if self.copies.buffer.is_cuda:
+            return True  # the stream waits, not this thread
+        return all(self.copies.version(index) == expected[index] for index in indices)
+
+    def fence(self) -> None:
+        """Before a round that follows another without a training step in between; a collective
+        over the column. Nothing to do here: receives are posted round by round.
+        """
 
     def drain(self) -> None:
         """Wait until every receive and send of this rank is over. Raises as ``wait`` does."""

@@ -1,0 +1,246 @@
+"""The ``ready`` transport: gathers and reductions by the operators, in the pool's memory.
+
+Owns the choice between an operator and its fallback, call by call, the operators' tables, and the
+traffic count. Invariants: the choice depends on where the *group's* buffers lie, which is planned
+alike on all ranks, never on what this rank holds of them; a reduction adds in the order that
+``two_stage.py`` states, so both give the same bits. Source: DMuon-2, section 5. Tested by
+``tests/distributed/test_ready.py`` (against sums in one process and the grouped transport).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamuon.collectives.base import (
+    CollectiveError,
+    GatherTable,
+    ReduceTable,
+    Transport,
+    Work,
+)
+from megamuon.collectives.ready_fabric import ReadyFabric, Ticket
+from megamuon.collectives.staged_work import STAGE_1, STAGE_2_SHARE, StagedWork, stage
+from megamuon.collectives.two_stage import TwoStageReducer, TwoStageTable
+
+
+class ReadyTransport(Transport):
+    """AllGatherV inside the row: pooled buffers by the operator, all others by ``fallback``."""
+
+    name = "ready"
+
+    def __init__(self, fallback: Transport, fabric: ReadyFabric) -> None:
+        super().__init__(
+            gather_group=fallback.gather_group,
+            reduce_group=fallback.reduce_group,
+            wire_dtype=fallback.wire_dtype,
+            traffic=fallback.traffic,
+            axis=fallback.axis,
+        )
+        self.fallback, self.fabric = fallback, fabric
+        self._operator = fabric.operators["gather"]
+        self._tables: dict[tuple[int, int], tuple[GatherTable, int]] = {}
+
+    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+        """See Transport."""
+        base = self.fabric.offset_of(buffer)
+        if base is None:
+            return self.fallback.all_gather_v(buffer, table)
+        self.count_gather(buffer, table)
+        number = self._table(table, buffer.element_size())
+        ticket = self._operator.all_gather(number, base)
+        return Work(handles=[Ticket(self._operator, ticket)], name="gather")
+
+    def reduce_scatter_v(
+        self,
+        slots: Tensor,
+        table: ReduceTable,
+        window: Tensor,
+        *,
+        first: bool,
+        divisor: int | None = None,
+    ) -> Work:
+        """A plain reduction along the row; pooled gradients go through ReadyReducer instead."""
+        return self.fallback.reduce_scatter_v(slots, table, window, first=first, divisor=divisor)
+
+    def check_schedules(self, tables: list[GatherTable]) -> None:
+        """See Transport."""
+        self.fallback.check_schedules(tables)
+
+    def close(self) -> None:
+        """Close the fallback and the fabric; a collective."""
+        self.fallback.close()
+        self.fabric.close()
+
+    def _table(self, table: GatherTable, itemsize: int) -> int:
+        """The operator's number of a table; tables live as long as their groups, so by identity."""
+        key = (id(table), itemsize)
+        if key not in self._tables:
+            segments = table.segments
+            number = self._operator.all_gather_table(
+                nodes=[0] * len(segments),
+                columns=[s.rank for s in segments],
+                offsets=[s.offset * itemsize for s in segments],
+                nbytes=[s.numel * itemsize for s in segments],
+                name=f"gather {len(self._tables)}",
+            )
+            self._tables[key] = (table, number)
+        return self._tables[key][1]
+
+
+@dataclass(frozen=True)
+class OwnedPiece:
+    """``numel`` elements at ``offset`` of a group's slots, summed at (row, column), ``window``
+    elements into that rank's window of the group.
+    """
+
+    row: int
+    column: int
+    offset: int
+    numel: int
+    window: int
+
+
+def owned_pieces(table: TwoStageTable) -> Iterator[OwnedPiece]:
+    """What a reduction sums where, segment by segment; pieces that all rows keep at row 0."""
+    for column, pieces in enumerate(table.rows):
+        held = iter(table.columns.of(column))
+        segment = next(held, None)
+        used = 0  # elements of the segment that are taken
+        filled: dict[int, int] = {}  # per row: elements of its window so far
+        rows = {piece.row for piece in pieces}
+        for piece in pieces:
+            row = piece.row or 0
+            left = piece.numel
+            while left and segment is not None:
+                taken = min(left, segment.numel - used)
+                yield OwnedPiece(row, column, segment.offset + used, taken, filled.get(row, 0))
+                filled[row] = filled.get(row, 0) + taken
+                left, used = left - taken, used + taken
+                if used == segment.numel:
+                    segment, used = next(held, None), 0
+        if None in rows and len(rows) > 1:
+            raise ValueError(
+                f"column {column} mixes pieces of one row with pieces that all rows keep: their "
+                "windows differ from row to row, which takes the grouped reduction"
+            )
+
+
+class _Reduction(StagedWork):
+    """A reduction by the operator. ``advance`` never blocks: the operator's own stages need no
+    help; what all rows keep is shared when the sums are there, in the order of the calls.
+    """
+
+    def advance(self) -> None:
+        """Start the share if the sums are there."""
+        while self._later and self._queue[0] is self and self._work.done():
+            self._start_next()
+
+
+@dataclass(frozen=True)
+class _Pooled:
+    """What of a group lies in the pool of every rank."""
+
+    table: TwoStageTable  # keeps it alive, and its identity with it
+    window: int  # bytes from the start of the pool
+    dtypes: frozenset[torch.dtype]  # of the slots that do
+
+
+class ReadyReducer:
+    """Means over R x K ranks onto owners anywhere: pooled slots by the operator, others by
+    ``fallback``.
+    """
+
+    def __init__(self, fallback: TwoStageReducer, fabric: ReadyFabric) -> None:
+        self.fallback, self.fabric = fallback, fabric
+        self._operator = fabric.operators["reduce"]
+        self._share = fabric.operators.get("share")
+        self._pooled: dict[int, _Pooled] = {}  # by identity of the table
+        self._tables: dict[tuple[int, torch.dtype, torch.dtype], int] = {}
+        self._shares: dict[tuple[int, torch.dtype], int] = {}
+        self._queue: deque[StagedWork] = deque()
+
+    def pool(self, table: TwoStageTable, window: int, dtypes: Iterable[torch.dtype]) -> None:
+        """From now on slots of ``dtypes`` of the group of ``table`` lie in the pool, its window at
+        byte ``window`` of every rank's. All ranks call this for the same groups in the same order.
+        Raises ValueError for a table that the operator cannot reduce.
+        """
+        for _ in owned_pieces(table):
+            pass
+        self._pooled[id(table)] = _Pooled(table, window, frozenset(dtypes))
+
+    def reduce(
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+    ) -> StagedWork:
+        """See TwoStageReducer.reduce. The slots stay borrowed until the work is over. Raises
+        CollectiveError where slots that lie in the pool of all ranks lie elsewhere on this one.
+        """
+        held = self._pooled.get(id(table))
+        if held is None or slots.dtype not in held.dtypes:
+            return self.fallback.reduce(slots, table, window, first=first)
+        base, at = self.fabric.offset_of(slots), held.window
+        if base is None:
+            raise CollectiveError("gradients of a pooled group are not in the pool of this rank")
+        self._count(table, window)
+        number = self._table(table, slots.dtype, window.dtype)
+        with stage(STAGE_1):
+            ticket = self._operator.reduce_scatter(
+                number, base, at, first=first, divisor=self.fallback.rows * self.fallback.columns
+            )
+        work = Work(handles=[Ticket(self._operator, ticket)], borrows=True, name="reduction")
+        later: list[tuple[str, Callable[[], Work]]] = []
+        if self._share is not None and _kept_by_all_rows(table):
+            later.append((STAGE_2_SHARE, lambda: self._share_work(table, at, window.dtype)))
+        return _Reduction(work, later, self._queue)
+
+    def _table(self, table: TwoStageTable, slot: torch.dtype, window: torch.dtype) -> int:
+        key = (id(table), slot, window)
+        if key not in self._tables:
+            pieces = [piece for piece in owned_pieces(table) if piece.numel]
+            self._tables[key] = self._operator.reduce_scatter_table(
+                nodes=[p.row for p in pieces],
+                columns=[p.column for p in pieces],
+                offsets=[p.offset for p in pieces],
+                numels=[p.numel for p in pieces],
+                windows=[p.window for p in pieces],
+                slot_dtype=slot,
+                wire_dtype=self.fallback.wire_dtype,
+                window_dtype=window,
+                name=f"reduction {len(self._tables)}",
+            )
+        return self._tables[key]
+
+    def _share_work(self, table: TwoStageTable, at: int, dtype: torch.dtype) -> Work:
+        """Row 0's window, which holds the finished sums, to every row."""
+        assert self._share is not None
+        key = (id(table), dtype)
+        if key not in self._shares:
+            nbytes = table.columns.sizes[self.fabric.column] * dtype.itemsize
+            self._shares[key] = self._share.all_gather_table(
+                nodes=[0], columns=[0], offsets=[0], nbytes=[nbytes], name=f"share {len(key)}"
+            )
+        ticket = self._share.all_gather(self._shares[key], at)
+        return Work(handles=[Ticket(self._share, ticket)], name="reduction")
+
+    def _count(self, table: TwoStageTable, window: Tensor) -> None:
+        """What the operator sends: contributions inside the row, partial sums along the column."""
+        fallback = self.fallback
+        fallback.transport.count_reduction(table.columns)
+        if fallback.rows == 1:
+            return
+        pieces = table.rows[fallback.column]
+        kept_here = sum(p.numel for p in pieces if (p.row or 0) == fallback.row)
+        fallback.count(
+            (table.columns.sizes[fallback.column] - kept_here) * fallback.wire_dtype.itemsize
+        )
+        if fallback.row == 0:
+            shared = sum(p.numel for p in pieces if p.row is None)
+            fallback.count(shared * (fallback.rows - 1) * window.element_size())
+
+
+def _kept_by_all_rows(table: TwoStageTable) -> bool:
+    return any(piece.row is None for pieces in table.rows for piece in pieces)

@@ -1,0 +1,173 @@
+"""The operators on shared memory against sums in one process, and against the grouped transport."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamuon.collectives import (
+    RowSegment,
+    SegmentTable,
+    TableSegment,
+    Traffic,
+    TwoStageReducer,
+    TwoStageTable,
+    build_transport,
+)
+from megamuon.collectives.ready import ReadyReducer, ReadyTransport
+from megamuon.collectives.ready_fabric import ReadyFabric, ReadySettings
+from megamuon.mesh import new_group
+from tests.support.grids import mesh_of
+from tests.support.ranks import run_ranks
+
+RANKS = 6
+GRIDS = ((1, 6), (2, 3), (3, 2), (6, 1))  # rows x columns
+# slots, wire, window
+DTYPES = (
+    (torch.float32, torch.float32, torch.float32),
+    (torch.float32, torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float32),
+    (torch.float16, torch.float32, torch.float32),
+    (torch.float64, torch.float64, torch.float64),
+)
+CASES = 3
+CALLS = 4  # of each table, alternately first and added
+POOL = 1 << 20
+WINDOWS = 1 << 19  # windows lie behind the slots
+
+
+def table(seed: int, rows: int, columns: int) -> tuple[TwoStageTable, int]:
+    """Random segments with gaps and empty columns, cut into pieces of random rows, or all of all
+    rows.
+    """
+    dice = random.Random(f"{seed} {rows} {columns}")
+    segments, end = [], 0
+    used = [column for column in range(columns) if dice.random() < 0.8] or [columns - 1]
+    for _ in range(dice.randint(2, 9)):
+        end += dice.choice((0, 0, 3, 17))
+        size = dice.choice((1, 2, 5, 64, 333, 4099))
+        segments.append(TableSegment(rank=dice.choice(used), offset=end, numel=size))
+        end += size
+    layout = SegmentTable.build(columns, segments)
+    shared = seed % 3 == 2
+    pieces = []
+    for size in layout.sizes:
+        inner = [] if shared else [dice.randint(0, size) for _ in range(dice.randint(0, 6))]
+        bounds = [0, *sorted(inner), size]
+        pieces.append(
+            tuple(
+                RowSegment(start, stop - start, None if shared else dice.randrange(rows))
+                for start, stop in zip(bounds, bounds[1:], strict=False)
+            )
+        )
+    return TwoStageTable(layout, tuple(pieces)), end
+
+
+def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def work(rank: int, world: int) -> dict[str, Any]:
+    """What differed, by case; and the traffic of both transports."""
+    failed: list[str] = []
+    checked = 0
+    for rows, columns in GRIDS:
+        mesh = mesh_of(rank, world, rows=rows)
+        gather, reduce, across, data = (
+            new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "data")
+        )
+        settings = ReadySettings(slots=2, chunk_bytes=1024, deadline=60, star_bytes=0)
+        for star in (0, 2 << 20):
+            fabric = ReadyFabric(
+                mesh, data, ReadySettings(**{**vars(settings), "star_bytes": star})
+            )
+            memory = fabric.open(POOL)
+            for slot, wire, master in DTYPES:
+                counted = []
+                pairs = []
+                for name in ("grouped", "ready"):
+                    traffic = Traffic()
+                    transport = build_transport(
+                        "grouped",
+                        gather_group=gather,
+                        reduce_group=reduce,
+                        wire_dtype=wire,
+                        traffic=traffic,
+                    )
+                    reducer = TwoStageReducer(
+                        transport,
+                        across,
+                        column=mesh.column,
+                        row=mesh.row,
+                        rows=rows,
+                        columns=columns,
+                        wire_dtype=wire,
+                        traffic=traffic,
+                    )
+                    if name == "ready":
+                        transport = ReadyTransport(transport, fabric)
+                        reducer = ReadyReducer(reducer, fabric)
+                    counted.append(traffic)
+                    pairs.append((transport, reducer))
+                for seed in range(CASES):
+                    layout, numel = table(seed, rows, columns)
+                    pairs[1][1].pool(layout, WINDOWS, {slot})
+                    size = layout.numel_of(mesh.column, mesh.row)
+                    windows = [
+                        torch.zeros(size, dtype=master),
+                        memory.tensor(WINDOWS, size, master),
+                    ]
+                    slots = [torch.zeros(numel, dtype=slot), memory.tensor(0, numel, slot)]
+                    gathered = [
+                        torch.zeros(numel, dtype=slot),
+                        memory.tensor(WINDOWS // 2, numel, slot),
+                    ]
+                    for call in range(CALLS):
+                        mine = values(seed + 10 * call, rank, numel, slot)
+                        works = []
+                        for (transport, reducer), given, window, buffer in zip(
+                            pairs, slots, windows, gathered, strict=True
+                        ):
+                            given.copy_(mine)
+                            buffer.fill_(-1)
+                            for s in layout.columns.of(mesh.column):
+                                # every row holds the same weights
+                                whole = values(seed + 7 * call, mesh.column, numel, slot)
+                                buffer[s.offset : s.offset + s.numel] = whole[
+                                    s.offset : s.offset + s.numel
+                                ]
+                            works.append(transport.all_gather_v(buffer, layout.columns))
+                            works.append(reducer.reduce(given, layout, window, first=call % 2 == 0))
+                        for one in works:
+                            one.wait()
+                        checked += 1
+                        if not torch.equal(*windows):
+                            failed.append(
+                                f"{rows}x{columns} {slot} {wire} star {star} seed {seed} window"
+                            )
+                        if not torch.equal(*gathered):
+                            failed.append(f"{rows}x{columns} {slot} star {star} seed {seed} gather")
+                if counted[0].as_dict() != counted[1].as_dict() and not any(
+                    None in {p.row for p in layout.rows[0]} for layout in [layout]
+                ):
+                    failed.append(f"traffic {counted[0].as_dict()} {counted[1].as_dict()}")
+            fabric.close()
+    return {"failed": failed, "checked": checked}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(work, RANKS, timeout=240)
+
+
+def test_bits_of_the_grouped_transport(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert result["failed"] == []
+        assert result["checked"] == len(GRIDS) * 2 * len(DTYPES) * CASES * CALLS
