@@ -90,7 +90,7 @@ def check_line(config: Config, facts: Facts) -> list[str]:
     if owners.line == "A" and chosen in MATRIX_OPTIMIZERS:
         return [
             f"--line A and --optimizer {chosen}: line A is torch's fully_shard with AdamW; use"
-            " --optimizer adam or sgd, or --line B, C or M"
+            " --optimizer adam or sgd, or --line B, C, D or M"
         ]
     problems = []
     if moves == "fsdp2":
@@ -101,6 +101,11 @@ def check_line(config: Config, facts: Facts) -> list[str]:
                 f" {layout}, {update} and {chosen}"
             )
         return problems
+    if moves == "ready" and layout != "owner":
+        problems.append(
+            f"--collectives ready: goes with --param-layout owner, not with {layout}; use"
+            " --collectives grouped, or --param-layout owner (--line D)"
+        )
     if layout == "owner" and update == "gather":
         problems.append(
             "--param-layout owner and --matrix-update gather: an owner has its matrices whole; use"
@@ -135,14 +140,14 @@ def check_stages(config: Config, facts: Facts) -> list[str]:
         }
         problems += [
             f"{flag}: not applicable with --line M, which is owners on one row at ZeRO-3 without"
-            " tensor parallelism; use --line C"
+            " tensor parallelism; use --line C or D"
             for flag, differs in others.items()
             if differs
         ]
     elif flags.zero_stage == 1 and owners.param_layout != "owner":
         problems.append(
             f"--zero-stage 1: not applicable with --param-layout {owners.param_layout}; it is the"
-            " baseline of owners (--line C)"
+            " baseline of owners (--line C or D)"
         )
     return problems
 

@@ -54,25 +54,54 @@ class ParallelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnershipFlags:
-    """Who owns which matrix, and what that is decided from."""
+    """Who owns which matrix, what that is decided from, and how bytes move."""
 
-    line: Literal["A", "B", "C", "M"] = flag(
-        "C",
+    line: Literal["A", "B", "C", "D", "M"] = flag(
+        "D",
         "preset of the next three flags; A = torch FSDP2 with AdamW; B = even slices, every rank "
-        "updates whole matrices; C = owners; M = owners by segments sent point to point",
+        "updates whole matrices; C = owners, by calls of torch.distributed; D = owners, by "
+        "ready-scheduled operators; M = owners by segments sent point to point",
     )
     param_layout: Literal["owner", "even"] = flag(
         "owner",
         "owner: whole parameters on one rank each; even: equal slices of dim 0 on every rank",
     )
-    collectives: Literal["grouped", "per_owner", "p2p", "padded", "fsdp2"] = flag(
-        "grouped",
-        "one call per layer group; one per owner in it; a schedule of sends and receives; one "
-        "call of equal, padded shares; or those of torch's fully_shard",
+    collectives: Literal["ready", "grouped", "per_owner", "p2p", "padded", "fsdp2"] = flag(
+        "ready",
+        "ready: device operators / shared-memory operators, ready-scheduled; falls back to "
+        "grouped, saying why, where there is no fabric. The others are calls of torch.distributed: "
+        "one per layer group; one per owner in it; a schedule of sends and receives; one of equal, "
+        "padded shares; or those of torch's fully_shard",
     )
     matrix_update: Literal["owner", "gather", "none"] = flag(
         "owner",
         "where the matrix optimizer runs: on the owner, on every rank after gathering, or nowhere",
+    )
+    fabric: Literal["auto", "host", "nccl"] = flag(
+        "auto",
+        "what --collectives ready runs on; host: shared memory of the CPU ranks of one machine; "
+        "nccl: GPUs; auto: the one for the device, else grouped with a printed line. A named "
+        "fabric that cannot be had is an error",
+    )
+    ring_slots: int = flag(
+        8, "--collectives ready: chunks on the way between two ranks, per source", low=1, high=64
+    )
+    chunk_kib: int = flag(
+        64,
+        "--collectives ready: size of a chunk of a gather or reduction, in KiB",
+        low=1,
+        high=1024,
+    )
+    publish_tile_kib: int = flag(
+        512,
+        "--collectives ready: size of a tile of new weights on the way to the other rows, in KiB",
+        low=1,
+        high=65536,
+    )
+    collective_deadline: float = flag(
+        600.0,
+        "--collectives ready: seconds that an operator may stand still before all ranks abort",
+        above=0.0,
     )
     owner_planner: Literal[
         "lpt", "numel", "round_robin", "role_greedy", "scope_greedy", "cost_aware"

@@ -44,6 +44,15 @@ def _shards(values: dict[str, Any], facts: Facts) -> None:
         values["shard_size"] = data_parallel_size(values["tensor_model_parallel_size"], local)
 
 
+def _even_slices(values: dict[str, Any], facts: Facts) -> list[str]:
+    """The default operators move owners' segments; even slices move by ``grouped`` calls."""
+    chosen = {"line", "collectives"} & facts.explicit
+    if chosen or (values["param_layout"], values["collectives"]) != ("even", "ready"):
+        return []
+    values["collectives"] = "grouped"
+    return ["--param-layout even: --collectives grouped is used, since ready is for owners"]
+
+
 def _batches(values: dict[str, Any], world_size: int) -> None:
     micro = values["micro_batch_size"]
     ranks = data_parallel_size(values["tensor_model_parallel_size"], world_size)
@@ -84,6 +93,7 @@ def derive(values: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Any], lis
     if filled["data_path"] and filled["split"] is None and "split" not in facts.unusable:
         filled["split"] = DEFAULT_SPLIT
         notes.append(f"--split was not given: {DEFAULT_SPLIT} is used")
+    notes += _even_slices(filled, facts)
     notes += _idle_flags(filled, facts)
     return filled, notes
 
@@ -101,6 +111,7 @@ _OPTIMIZER_FLAGS = {
     "shampoo_": ("shampoo",),
     "soap_": ("soap",),
 }
+_READY_FLAGS = ("fabric", "ring_slots", "chunk_kib", "publish_tile_kib", "collective_deadline")
 
 
 def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
@@ -117,8 +128,14 @@ def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
     if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
         # Megatron's rule; its scripts give the flag whatever the size.
         notes.append("--sequence-parallel: off without tensor parallelism, as in Megatron")
-    if "publish" in facts.explicit and values["sharding"] != "hsdp":
-        notes.append("--sharding fsdp: no effect of --publish, since there is one row")
+    ready = values["collectives"] == "ready"
+    idle = [dest for dest in _READY_FLAGS if dest in facts.explicit]
+    if idle and not ready:
+        notes.append(f"--collectives {values['collectives']}: no effect of {_spelled(idle)}")
+    rows = ("publish", "publish_tile_kib") if ready else ("publish",)
+    idle = [dest for dest in rows if dest in facts.explicit]
+    if idle and values["sharding"] != "hsdp":
+        notes.append(f"--sharding fsdp: no effect of {_spelled(idle)}, since there is one row")
     if values["num_experts"] is None:
         idle = sorted(d for d in facts.explicit if d.startswith("moe_") or d == "merge_experts")
         if idle:

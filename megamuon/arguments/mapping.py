@@ -150,6 +150,7 @@ LINES: Mapping[str, Mapping[str, Any]] = {
     },
     "B": {"param_layout": "even", "collectives": "grouped", "matrix_update": "gather"},
     "C": {"param_layout": "owner", "collectives": "grouped", "matrix_update": "owner"},
+    "D": {"param_layout": "owner", "collectives": "ready", "matrix_update": "owner"},
     "M": {
         "param_layout": "owner",
         "collectives": "p2p",

@@ -29,8 +29,7 @@ _TABLE_PREFIX = "megatron:"
 # Values of our own flags that are known by name and not in this version. [dest][value] = reason
 REFUSED_VALUES: Mapping[str, Mapping[Any, str]] = {
     "line": {
-        "D": "its ready-scheduled collectives are not in this version; use C, the same owners",
-        "H": "its relays of gathered matrices are not in this version; use B or C",
+        "H": "its relays of gathered matrices are not in this version; use B or D",
     },
 }
 

@@ -7,6 +7,7 @@ builds an equal configuration; its text takes part in the exchange of the plan's
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,11 @@ from megamuon.ownership.units import UNIT_THRESHOLD
 
 MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
 MATRICES = (*MATRIX_OPTIMIZERS, "adam", "sgd")
+FABRICS = ("auto", "host", "nccl")
+# What an operator of csrc/ can be made with, in bytes and in slots of a ring.
+ALIGNMENT = 256
+LARGEST_CHUNK = 1 << 20
+MOST_SLOTS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,11 @@ class RuntimeConfig:
     # 3 gathers weights twice per pass, 2 keeps them from forward to backward, 1 keeps them always
     zero_stage: int = 3
     collectives: str = "grouped"
+    fabric: str = "auto"  # what collectives="ready" runs on: one of FABRICS
+    ring_slots: int = 8  # ready: chunks on the way between two ranks, per source
+    chunk_bytes: int = 65536  # ready: of gathers and reductions
+    publish_tile_bytes: int = 524288  # ready: of new weights on the way to other rows
+    collective_deadline: float = 600.0  # ready: seconds without progress until all ranks abort
     matrix_update: str = "owner"  # or gather: every rank works on every whole matrix (line B)
     publish: str = "async"  # HSDP: or sync, a step returns when all leaders have the new weights
     compute_dtype: torch.dtype = torch.float32
@@ -86,6 +97,7 @@ class RuntimeConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}={getattr(self, name)!r}: choose {' or '.join(choices)}")
+        self._check_operators()
         if (
             self.gather_dtype is not None
             and self.gather_dtype.itemsize > self.compute_dtype.itemsize
@@ -110,6 +122,32 @@ class RuntimeConfig:
                     f"{self.optimizer.matrices} needs whole matrices: owner_layout=False goes with"
                     " matrix_update='gather', or with matrices='adam'"
                 )
+
+    def _check_operators(self) -> None:
+        """What the operators of ``collectives="ready"`` can be built with."""
+        if self.fabric not in FABRICS:
+            raise ValueError(f"fabric={self.fabric!r}: choose one of {', '.join(FABRICS)}")
+        if not 1 <= self.ring_slots <= MOST_SLOTS:
+            raise ValueError(f"ring_slots={self.ring_slots}: choose 1 to {MOST_SLOTS}")
+        for name, size in (
+            ("chunk_bytes", self.chunk_bytes),
+            ("publish_tile_bytes", self.publish_tile_bytes),
+        ):
+            if size < ALIGNMENT or size % ALIGNMENT:
+                raise ValueError(f"{name}={size}: choose a multiple of {ALIGNMENT} bytes")
+        if self.chunk_bytes > LARGEST_CHUNK:
+            raise ValueError(
+                f"chunk_bytes={self.chunk_bytes}: choose at most {LARGEST_CHUNK} bytes"
+            )
+        if not (math.isfinite(self.collective_deadline) and self.collective_deadline > 0):
+            raise ValueError(
+                f"collective_deadline={self.collective_deadline}: choose seconds, more than 0"
+            )
+        if self.collectives == "ready" and not self.owner_layout:
+            raise ValueError(
+                "collectives='ready' moves owners' segments: it goes with owner_layout=True; use"
+                " collectives='grouped' for even slices"
+            )
 
     @property
     def sent_dtype(self) -> torch.dtype:

@@ -34,6 +34,8 @@ from megamuon.runtime import OptimizerSettings, RuntimeConfig
 from megamuon.training.checkpointing import Progress
 from megamuon.training.failures import TrainingError
 
+KIB = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
@@ -272,6 +274,11 @@ def runtime_config(config: Config) -> RuntimeConfig:
     return RuntimeConfig(
         zero_stage=config.parallel.zero_stage,
         collectives=owners.collectives,
+        fabric=owners.fabric,
+        ring_slots=owners.ring_slots,
+        chunk_bytes=owners.chunk_kib * KIB,
+        publish_tile_bytes=owners.publish_tile_kib * KIB,
+        collective_deadline=owners.collective_deadline,
         # "none" is what becomes of slices that nothing needs whole: AdamW and SGD ask nobody.
         matrix_update="gather" if owners.matrix_update == "gather" else "owner",
         publish=config.parallel.publish,

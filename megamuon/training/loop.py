@@ -118,6 +118,8 @@ class Loop:
         progress.consumed_train_samples += self.sizes.total
         self._requests = outcome.requests
         parts.phase("logging")
+        for line in parts.runtime.notes():
+            parts.console.last(line)
         if outcome.problem is not None:
             parts.console.last(f"iteration {number} skipped: {outcome.problem}")
         if number not in self.skip:

@@ -308,6 +308,8 @@ class _Run:
         self.console.first(runtime.report())
         self.console.first(describe_plan(runtime.plan, reused=runtime.plan is plan))
         self.console.first(describe_optimizer(self.config, runtime))
+        for line in runtime.notes():
+            self.console.first(line)
         return runtime
 
     def _flops_per_token(self, model: nn.Module) -> float | None:

@@ -38,6 +38,24 @@ def test_schedule_lengths():
     assert (schedule.lr_decay_iters, schedule.lr_decay_samples) == (None, 70)
 
 
+@pytest.mark.parametrize("words", ["--matrix-update gather", "--optimizer adam"])
+def test_even_slices_move_by_grouped_calls_unless_told_otherwise(words):
+    parsed = parse(f"--param-layout even {words}")
+    assert parsed.config.ownership.collectives == "grouped"
+    assert [note for note in parsed.notes if note.startswith("--param-layout even: --collectives")]
+    for line, moves in (("A", "fsdp2"), ("B", "grouped"), ("C", "grouped")):
+        parsed = parse(f"--line {line} --param-layout even --optimizer adam --matrix-update none")
+        assert parsed.config.ownership.collectives == moves
+        assert not [note for note in parsed.notes if "--collectives" in note]
+    padded = parse(f"--collectives padded --param-layout even {words}").config
+    assert padded.ownership.collectives == "padded"
+
+
+def test_owners_keep_the_default_collectives():
+    assert parse("--param-layout owner").config.ownership.collectives == "ready"
+    assert parse("--optimizer adam").config.ownership.collectives == "ready"
+
+
 def test_constant_weight_decay_starts_and_ends_alike():
     optimizer = parse("--weight-decay 0.3").config.optimizer
     assert (optimizer.start_weight_decay, optimizer.end_weight_decay) == (0.3, 0.3)

@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from megamuon.arguments.mapping import apply_mapped_flags
+from megamuon.arguments import specs_by_dest
+from megamuon.arguments.config_parallel import OwnershipFlags
+from megamuon.arguments.mapping import LINES, apply_mapped_flags
 from tests.support.command_lines import BASE, parse, problems
 
 
@@ -115,6 +117,18 @@ def test_a_line_is_a_preset_of_three_flags():
     assert parse("--line M").config.ownership.owner_planner == "role_greedy"
     ownership = parse("--line B").config.ownership
     assert (ownership.param_layout, ownership.matrix_update) == ("even", "gather")
+    assert ownership.collectives == "grouped"
+
+
+def test_the_default_is_line_d():
+    assert parse().config.ownership == parse("--line D").config.ownership
+    ownership = parse("--line D --collectives grouped").config.ownership
+    assert (ownership.line, ownership.param_layout) == ("D", "owner")
+    assert (ownership.collectives, ownership.matrix_update) == ("grouped", "owner")
+    # The fields' defaults are what the preset of their line says.
+    default = OwnershipFlags()
+    assert LINES[default.line].items() <= vars(default).items()
+    assert set(LINES) == set(specs_by_dest()["line"].choices)
 
 
 def test_line_a_means_adam_unless_another_optimizer_is_given():
@@ -124,12 +138,11 @@ def test_line_a_means_adam_unless_another_optimizer_is_given():
     assert parse("--line A --optimizer adamw").config.optimizer.optimizer == "adam"
 
 
-@pytest.mark.parametrize(("line", "reason"), [("D", "ready-scheduled"), ("H", "relays")])
-def test_lines_that_are_not_in_this_version_are_refused_by_name(line, reason):
-    (problem,) = problems(f"--line {line}")
-    assert problem.startswith(f"--line {line}: refused: ")
-    assert reason in problem
-    assert "must be one of A, B, C, M" in problems("--line X")[0]
+def test_a_line_that_is_not_in_this_version_is_refused_by_name():
+    (problem,) = problems("--line H")
+    assert problem.startswith("--line H: refused: ")
+    assert "relays" in problem
+    assert "must be one of A, B, C, D, M" in problems("--line X")[0]
 
 
 def test_without_rotary_positions_there_are_none_at_all():

@@ -35,6 +35,29 @@ CONTRADICTIONS = [
     ("--collectives fsdp2", 2, "--collectives fsdp2", "owner, owner and muon"),
     ("--param-layout even", 2, "--param-layout even", "--matrix-update gather"),
     ("--matrix-update gather", 2, "--param-layout owner", "--matrix-update gather"),
+    ("--line B --collectives ready", 2, "--collectives ready", "--param-layout owner"),
+    ("--line A --collectives ready", 2, "--collectives ready", "--param-layout owner"),
+    (
+        "--line D --param-layout even --matrix-update gather",
+        2,
+        "--collectives ready",
+        "not with even",
+    ),
+    (
+        "--param-layout even --collectives ready --optimizer adam",
+        2,
+        "--collectives ready",
+        "--collectives grouped",
+    ),
+    ("--line D --matrix-update gather", 2, "--param-layout owner", "--matrix-update gather"),
+    ("--fabric shm", 2, "--fabric shm", "auto, host, nccl"),
+    ("--ring-slots 0", 2, "--ring-slots 0", "at least 1"),
+    ("--ring-slots 65", 2, "--ring-slots 65", "at most 64"),
+    ("--chunk-kib 0", 2, "--chunk-kib 0", "at least 1"),
+    ("--chunk-kib 1025", 2, "--chunk-kib 1025", "at most 1024"),
+    ("--publish-tile-kib 0", 2, "--publish-tile-kib 0", "at least 1"),
+    ("--collective-deadline 0", 2, "--collective-deadline 0.0", "above 0.0"),
+    ("--collective-deadline inf", 2, "--collective-deadline inf", "finite"),
     ("--matrix-update none", 2, "--optimizer muon", "--matrix-update none"),
     ("--line B --matrix-update none --optimizer soap", 2, "--optimizer soap", "none"),
     ("--line M --sharding hsdp --shard-size 1", 2, "--sharding hsdp", "not applicable"),
@@ -92,6 +115,15 @@ GOOD = [
     ("--line M --collectives per_owner", 4),
     ("--line M --collectives padded --owner-planner scope_greedy", 4),
     ("--param-layout even --optimizer adam", 4),
+    ("--param-layout even --matrix-update gather", 4),
+    ("--collectives grouped --param-layout even --matrix-update gather", 4),
+    ("--line D", 4),
+    (f"--line D --sharding hsdp --shard-size 2 {TP} 2 --sequence-parallel", 8),
+    (f"--line D --zero-stage 2 {TP} 2", 4),
+    ("--line D --zero-stage 1 --optimizer adam", 4),
+    (MOE + "--line D --sharding hsdp --shard-size 2 --publish sync", 4),
+    ("--line D --fabric host --ring-slots 1 --chunk-kib 1024 --publish-tile-kib 1", 4),
+    ("--line M --collectives ready", 4),
     ("--line B --optimizer sgd --matrix-update none", 4),
     ("--optimizer normuon --normuon-beta2 0.9 --muon-momentum 0.9", 4),
     ("--optimizer soap --soap-variant fb", 4),
@@ -144,12 +176,20 @@ def test_batches_count_data_parallel_ranks():
     [
         ("--sequence-parallel", "--sequence-parallel: off without tensor parallelism"),
         ("--publish sync", "no effect of --publish"),
+        ("--publish-tile-kib 64", "no effect of --publish-tile-kib, since there is one row"),
+        ("--line C --fabric host --chunk-kib 4", "grouped: no effect of --fabric, --chunk-kib"),
+        ("--collectives p2p --ring-slots 4 --collective-deadline 9", "p2p: no effect of --ring"),
         ("--moe-router-topk 1 --merge-experts", "no effect of --merge-experts, --moe-router-topk"),
         ("--optimizer normuon --soap-eps 1e-9", "--optimizer normuon: no effect of --soap-eps"),
     ],
 )
 def test_flags_that_nothing_reads_are_noted(words, named):
     assert any(named in note for note in parse(words).notes)
+
+
+def test_flags_of_operators_are_not_idle_under_line_d():
+    words = "--sharding hsdp --shard-size 1 --fabric host --publish-tile-kib 64 --ring-slots 4"
+    assert not [note for note in parse(words).notes if "no effect" in note]
 
 
 def test_muon_flags_are_not_idle_under_normuon():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,6 +38,42 @@ def test_settings_that_contradict_are_refused() -> None:
     with pytest.raises(ValueError, match="muon needs whole matrices"):
         RuntimeConfig(owner_layout=False)
     RuntimeConfig(owner_layout=False, optimizer=OptimizerSettings(matrices="adam"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"fabric": "shm"}, "fabric='shm': choose one of auto, host, nccl"),
+        ({"ring_slots": 0}, "ring_slots=0: choose 1 to 64"),
+        ({"ring_slots": 65}, "ring_slots=65"),
+        ({"chunk_bytes": 0}, "chunk_bytes=0: choose a multiple of 256"),
+        ({"chunk_bytes": 1000}, "chunk_bytes=1000: choose a multiple of 256"),
+        ({"chunk_bytes": 2 << 20}, "chunk_bytes=2097152: choose at most 1048576"),
+        ({"publish_tile_bytes": 100}, "publish_tile_bytes=100"),
+        ({"collective_deadline": 0.0}, "collective_deadline=0.0"),
+        ({"collective_deadline": math.nan}, "collective_deadline=nan"),
+        ({"collective_deadline": math.inf}, "collective_deadline=inf"),
+        (
+            {"collectives": "ready", "owner_layout": False, "matrix_update": "gather"},
+            "collectives='ready'.*owner_layout=True",
+        ),
+    ],
+)
+def test_settings_of_the_operators_are_checked(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        RuntimeConfig(**settings)
+
+
+def test_operators_are_never_a_default() -> None:
+    assert RuntimeConfig().collectives == "grouped"
+    RuntimeConfig(
+        collectives="ready",
+        fabric="host",
+        ring_slots=64,
+        chunk_bytes=1 << 20,
+        publish_tile_bytes=256,
+        collective_deadline=0.5,
+    )
 
 
 def test_weight_decay_follows_megatrons_rule() -> None:

@@ -12,6 +12,7 @@ from megamuon.arguments import Config, parse_config
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route
 from megamuon.models import PRESETS
 from megamuon.optim import MuonConfig, NorMuonConfig, Schedule, ShampooConfig, SoapConfig
+from megamuon.runtime import RuntimeConfig
 from megamuon.training.builders import (
     Grid,
     batches,
@@ -190,6 +191,7 @@ def test_runtime_flags() -> None:
         ({"line": "A"}, False, "fsdp2", "owner"),
         ({"line": "B"}, False, "grouped", "gather"),
         ({"line": "C"}, True, "grouped", "owner"),
+        ({"line": "D"}, True, "ready", "owner"),
         ({"line": "M", "collectives": "padded"}, True, "padded", "owner"),
     ],
 )
@@ -200,6 +202,26 @@ def test_lines(
     assert (made.owner_layout, made.collectives) == (owner_layout, collectives)
     assert (made.matrix_update, made.publish, made.merge_experts) == (update, "sync", True)
     assert made.planner.policy == ("role_greedy" if changes["line"] == "M" else "lpt")
+
+
+def test_operators() -> None:
+    made, settings = runtime_config(config_of(world=2)), RuntimeConfig()
+    assert made.collectives == "ready"
+    for name in ("fabric", "ring_slots", "chunk_bytes", "publish_tile_bytes"):
+        assert getattr(made, name) == getattr(settings, name), name
+    assert made.collective_deadline == settings.collective_deadline
+    made = runtime_config(
+        config_of(
+            world=2,
+            fabric="host",
+            ring_slots=3,
+            chunk_kib=4,
+            publish_tile_kib=16,
+            collective_deadline=1.5,
+        )
+    )
+    assert (made.fabric, made.ring_slots, made.collective_deadline) == ("host", 3, 1.5)
+    assert (made.chunk_bytes, made.publish_tile_bytes) == (4096, 16384)
 
 
 def test_matrix_optimizers() -> None:

@@ -31,8 +31,8 @@ def described(world: int, **changes: object) -> str:
 
 def test_grids() -> None:
     assert described(8, sharding="hsdp", shard_size=2, tensor_model_parallel_size=2) == (
-        "line C | hsdp on 2 rows of 2 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
-        " collectives grouped, matrix update owner | publish async"
+        "line D | hsdp on 2 rows of 2 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
+        " collectives ready, matrix update owner | publish async"
     )
     assert described(4, line="B", zero_stage=2) == (
         "line B | fsdp on 4 ranks | ZeRO-2 | layout even, collectives grouped, matrix update gather"

@@ -119,6 +119,7 @@ WITH: dict[Any, dict[str, Any]] = {
 REFUSED = {
     ("attention_backend", "fused"): "attention_backend fused needs a GPU, not cpu; use auto",
     ("distributed_backend", "nccl"): "--distributed-backend nccl needs one",
+    ("fabric", "nccl"): "--fabric nccl",
     ("profile", True): "--profile on cpu needs --use-pytorch-profiler",
     ("record_memory_history", True): "--record-memory-history records CUDA's allocator",
 }
