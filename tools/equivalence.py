@@ -108,7 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     whole, switch = _listed(int), _listed(str, ("off", "on"))
     add("--model", default="nano", help="a preset: nano, nano-moe, tiny, ...")
-    add("--lines", type=_listed(str, LINES), default=list(LINES), help="of A, B, C, M")
+    add("--lines", type=_listed(str, LINES), default=list(LINES), help="of A, B, C, D, M")
     add("--sharding", type=_listed(str, ("fsdp", "hsdp")), default=["fsdp"], help="fsdp, hsdp")
     add(
         "--shard-size",
@@ -231,7 +231,7 @@ def _variants(
             tp=tp,
             zero_stage=stage,
             sequence_parallel=sequence == "on" and tp > 1,
-            publish=publish if rows > 1 and line == "C" else None,
+            publish=publish if rows > 1 and line in "CD" else None,
             collectives=collectives,
             planner=planner,
             gradient_reduction=reduction if accumulation > 1 else "micro-batch",

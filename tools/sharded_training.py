@@ -35,8 +35,8 @@ from megamuon.runtime.fully_sharded import fully_shard_model
 from megamuon.sharding import ShardingError, apply_sharding, plan_sharding
 from tools.reference_training import Result, Training, batch_of, model_config, place_of
 
-LINES = ("A", "B", "C", "M")
-TRANSPORTS = {"A": "fsdp2", "B": "grouped", "C": "grouped", "M": "p2p"}
+LINES = ("A", "B", "C", "D", "M")
+TRANSPORTS = {"A": "fsdp2", "B": "grouped", "C": "grouped", "D": "ready", "M": "p2p"}
 PLANNERS = {"M": "role_greedy"}
 FAULTS = ("learning-rate", "exception", "exit")
 TIMEOUT = timedelta(seconds=120)  # of one collective
@@ -119,7 +119,7 @@ class Case:
             "grid": f"{self.rows}x{self.columns}",
             **values,
             "collectives": self.transport,
-            "planner": self.policy if self.line in "CM" else None,
+            "planner": self.policy if self.line in "CDM" else None,
             "optimizer": self.reference.optimizer,
             "dtype": str(training["dtype"]).removeprefix("torch."),
             **{key: training[key] for key in kept},
@@ -140,7 +140,7 @@ def not_applicable(case: Case) -> str | None:
             return (
                 f"line M is owners on one row at ZeRO stage 3 without tensor parallelism: {which}"
             )
-    if case.zero_stage == 1 and (line not in "CM" or case.rows > 1):
+    if case.zero_stage == 1 and (line not in "CDM" or case.rows > 1):
         return "ZeRO stage 1 is the baseline of owners (line C) on one row"
     if line == "A" and case.collectives:
         return "line A moves bytes as torch's fully_shard does"
@@ -194,7 +194,7 @@ def runtime_config(case: Case) -> RuntimeConfig:
     threshold = case.unit_threshold
     if threshold is None:
         threshold = PRESETS[training.model].get("owner_unit_threshold", UNIT_THRESHOLD)
-    owners = line in "CM"
+    owners = line in "CDM"
     return RuntimeConfig(
         zero_stage=case.zero_stage,
         collectives=TRANSPORTS["C"] if line == "A" else case.transport,  # A has no use for it

@@ -1,7 +1,7 @@
 """What all ranks must agree on before the first collective of training, and the proof that they do.
 
-Owns the exchange of the plan's digest. Invariant: ranks that disagree stop with a message that
-names the ranks and the first entry that differs; none of them hangs. Tested by
+Owns the exchange of the plan's digest, and of the pool's. Invariant: ranks that disagree stop with
+a message that names the ranks and the first entry that differs; none of them hangs. Tested by
 ``tests/distributed/test_agreement.py``.
 """
 
@@ -43,16 +43,7 @@ def exchange_settings(settings: Mapping[str, str], group: dist.ProcessGroup | No
         return
     everyone: list[dict[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(settings), group=group)
-    first = everyone[0]
-    lines = []
-    for rank, theirs in enumerate(everyone):
-        names = [name for name, text in theirs.items() if text != first.get(name)]
-        if names:
-            there = _words({name: first.get(name) for name in names})
-            lines.append(
-                f"rank {rank}: settings {there} on rank 0, {_words({n: theirs[n] for n in names})}"
-                " here"
-            )
+    lines = _differences(everyone, "settings")
     if lines:
         raise PlanMismatchError(_message("the settings of the ranks differ", lines))
 
@@ -79,6 +70,36 @@ def exchange_plan(plan: OwnershipPlan, group: dist.ProcessGroup | None) -> None:
     raise PlanMismatchError(
         _message("the ownership plans of the ranks differ (rank 0 against the others)", lines)
     )
+
+
+def exchange_pool(texts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Compare the plan of the symmetric pool (``texts`` by name, the same names on all ranks) over
+    ``group``.
+
+    Raises PlanMismatchError on every rank if one differs from rank 0's.
+    """
+    if group is None:
+        return
+    everyone: list[dict[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(texts), group=group)
+    lines = _differences(everyone, "pool")
+    if lines:
+        raise PlanMismatchError(_message("the symmetric pools of the ranks differ", lines))
+
+
+def _differences(everyone: list[dict[str, str]], what: str) -> list[str]:
+    """A line for each rank whose texts are not rank 0's."""
+    first = everyone[0]
+    lines = []
+    for rank, theirs in enumerate(everyone):
+        names = [name for name, text in theirs.items() if text != first.get(name)]
+        if names:
+            there = _words({name: first.get(name) for name in names})
+            lines.append(
+                f"rank {rank}: {what} {there} on rank 0, {_words({n: theirs[n] for n in names})}"
+                " here"
+            )
+    return lines
 
 
 def _message(what: str, lines: list[str]) -> str:

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megamuon.collectives import TwoStageReducer, build_transport
+from megamuon.collectives import Transport, TwoStageReducer, build_transport
+from megamuon.collectives.ready import ReadyReducer, ReadyTransport
+from megamuon.collectives.ready_fabric import ReadyFabric
 from megamuon.collectives.traffic import Traffic
 from megamuon.mesh import Mesh, new_group
 from megamuon.optim import (
@@ -33,6 +35,7 @@ from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.agreement import integers_of_rank_zero
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.engine import Engine
+from megamuon.runtime.fabric import FabricChoice, choose_fabric
 from megamuon.runtime.exchange import PieceExchange, sum_in_order
 from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
@@ -98,6 +101,9 @@ class Parts:
     step: OwnerStep
     exchange: PieceExchange
     publication: Publication | None
+    fabric: FabricChoice
+    reducer: TwoStageReducer | ReadyReducer
+    data_group: dist.ProcessGroup | None
 
 
 def build_parts(
@@ -109,24 +115,9 @@ def build_parts(
 ) -> Parts:
     """All parts for ``groups``.  A collective: it makes process groups."""
     mesh, traffic = grid.mesh, Traffic()
-    transport = build_transport(
-        config.collectives,
-        gather_group=grid.new_group("shard"),
-        reduce_group=grid.new_group("shard"),
-        wire_dtype=config.reduce_dtype,
-        traffic=traffic,
-    )
-    transport.check_schedules([t for g in groups for t in (g.gather_table, g.reduce_table.columns)])
-    reducer = TwoStageReducer(
-        transport,
-        grid.new_group("replicate"),
-        column=mesh.column,
-        row=mesh.row,
-        rows=mesh.rows,
-        columns=mesh.columns,
-        wire_dtype=config.reduce_dtype,
-        traffic=traffic,
-    )
+    data_group = grid.new_group("data") if config.collectives == "ready" else None
+    fabric = choose_fabric(config, mesh, plan, data_group, device)
+    transport, reducer = _transports(groups, grid, config, fabric.ready, traffic)
     publication = None
     publish_group = grid.new_group("replicate")
     if mesh.rows > 1:
@@ -139,6 +130,7 @@ def build_parts(
             device=device,
             traffic=traffic,
             synchronous=config.publish == "sync",
+            fabric=fabric.ready,
         )
     gradient_group = grid.new_group("tp")
     exchange = PieceExchange(
@@ -184,7 +176,47 @@ def build_parts(
         publication=publication,
         traffic=traffic,
     )
-    return Parts(engine=engine, step=step, exchange=exchange, publication=publication)
+    return Parts(
+        engine=engine,
+        step=step,
+        exchange=exchange,
+        publication=publication,
+        fabric=fabric,
+        reducer=reducer,
+        data_group=data_group,
+    )
+
+
+def _transports(
+    groups: Sequence[LayerGroup],
+    grid: Grid,
+    config: RuntimeConfig,
+    ready: ReadyFabric | None,
+    traffic: Traffic,
+) -> tuple[Transport, TwoStageReducer | ReadyReducer]:
+    """What gathers and what reduces; over grouped calls where ``ready`` has a fabric."""
+    mesh = grid.mesh
+    transport = build_transport(
+        "grouped" if config.collectives == "ready" else config.collectives,
+        gather_group=grid.new_group("shard"),
+        reduce_group=grid.new_group("shard"),
+        wire_dtype=config.reduce_dtype,
+        traffic=traffic,
+    )
+    transport.check_schedules([t for g in groups for t in (g.gather_table, g.reduce_table.columns)])
+    reducer = TwoStageReducer(
+        transport,
+        grid.new_group("replicate"),
+        column=mesh.column,
+        row=mesh.row,
+        rows=mesh.rows,
+        columns=mesh.columns,
+        wire_dtype=config.reduce_dtype,
+        traffic=traffic,
+    )
+    if ready is None:
+        return transport, reducer
+    return ReadyTransport(transport, ready), ReadyReducer(reducer, ready)
 
 
 def kept_groups(groups: Sequence[LayerGroup]) -> set[int]:

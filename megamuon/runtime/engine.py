@@ -14,9 +14,13 @@ several modules use (tied weights), and the group of loose root parameters, is *
 to backward at any stage: it is needed at both ends of the pass, where a second gather would have to
 overtake all others. After a forward without gradients everything is released, but at ZeRO-1.
 
-In the backward pass a group is released when its reduction is launched: by then all of its
-trainable parameters have their gradients, so every operation that read them has run. A group with
+In the backward pass a group is released when all of its trainable parameters have their gradients:
+every operation that read them has run. A group with
 frozen members has no such sign for those, and waits for the gradients of its module's inputs.
+
+A buffer in the symmetric pool shares its range with buffers that were never alive together with it
+in the recorded pass. Where a later pass goes another way, ``leases`` makes room when such a buffer
+comes alive; a prefetch without room is left until its group is needed.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from megamuon.collectives import StagedWork, Transport, TwoStageTable, Work
+from megamuon.runtime.buffers import FlatBuffer
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.order import Cursor, recorded_order
 from megamuon.runtime.publish import Publication
@@ -48,6 +53,13 @@ class Reducer(Protocol):
     def __call__(
         self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
     ) -> StagedWork: ...
+
+
+class Leases(Protocol):
+    """Which ranges of the symmetric pool are in use."""
+
+    def free(self, group: LayerGroup) -> bool:
+        """Whether a gather of ``group`` would find its range free."""
 
 
 class Engine:
@@ -69,7 +81,15 @@ class Engine:
         self.groups = tuple(groups)
         self.transport = transport
         self.publication = publication
-        self._sent_dtype = sent_dtype
+        self.leases: Leases | None = None  # of the symmetric pool, once it is open
+        self.micro_batch_done: Callable[[], None] | None = None  # called at the end of a backward
+        # True: slots stay alive until their reduction is over, as one that reads them in place
+        # wants it, whatever this transport needs. A recording must see that.
+        self.hold_slots = False
+        if sent_dtype is not None:
+            for group in self.groups:
+                if sent_dtype != group.weights.raw.dtype:
+                    group.send_in(sent_dtype)
         self._reduce_slots = reduce
         self._sum_over_tp = sum_over_tp
         self.zero_stage = zero_stage
@@ -107,6 +127,8 @@ class Engine:
         for group in self.groups:
             if group.version not in (-1, self.version):
                 group.forget_weights()
+            elif self.zero_stage == 3 and group.index not in self.kept:
+                group.entered = False  # still set only after a forward that raised
 
     def need(self, group: LayerGroup) -> None:
         """A module of ``group`` is about to compute: its weights are in place when this returns."""
@@ -117,9 +139,9 @@ class Engine:
         self._issue((group.index,))  # used again after its release, or without the root's forward
         if self._used is not None:
             self._used.append(group.index)
-        group.wait_gathered()
+        group.enter()
         following = self.forward_order.following(group.index)
-        if following is not None and self._published(following):
+        if following is not None and self._published(following) and self._has_room(following):
             self._issue(self.forward_order.through(following))
 
     def leave(self, group: LayerGroup) -> None:
@@ -157,6 +179,12 @@ class Engine:
         """
         return self.publication is None or self.publication.arrived(self.groups[index])
 
+    def _has_room(self, index: int) -> bool:
+        """Whether a prefetch of this group would disturb nothing in the pool. Ranks may answer
+        differently here too.
+        """
+        return self.leases is None or self.leases.free(self.groups[index])
+
     def _issue(self, indices: Sequence[int]) -> None:
         for index in indices:
             group = self.groups[index]
@@ -170,26 +198,28 @@ class Engine:
             self.publication.wait(group)
         group.weights.revive()
         raw = group.weights.raw
-        if self._sent_dtype in (None, raw.dtype):
+        if group.sent is None:
             group.write_sources()
             group.gathering = self.transport.all_gather_v(raw, group.gather_table)
         else:
-            group.gathering = self._gather_narrow(group, raw)
+            group.gathering = self._gather_narrow(group, group.sent)
         group.version = self.version
 
-    def _gather_narrow(self, group: LayerGroup, raw: Tensor) -> Work:
+    def _gather_narrow(self, group: LayerGroup, sent: FlatBuffer) -> Work:
         """Gather in the dtype that is sent and widen on arrival, this rank's own segments too: all
         ranks must compute with the same numbers.
         """
-        packed = torch.empty_like(raw, dtype=self._sent_dtype)
-        group.write_sources(packed)
-        work = self.transport.all_gather_v(packed, group.gather_table)
+        group.wait_gathered()  # an earlier gather that nobody waited for uses the same memory
+        sent.revive()
+        group.write_sources(sent.raw)
+        work = self.transport.all_gather_v(sent.raw, group.gather_table)
 
         def finish() -> None:
             work.wait()
-            raw.copy_(packed)
+            group.weights.raw.copy_(sent.raw)
+            sent.release()
 
-        return Work(finish=finish, keep=(packed,), name="gather")
+        return Work(finish=finish, name="gather")
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -215,7 +245,7 @@ class Engine:
         self._reach(group)
         if group.version == -1:
             self._issue((group.index,))
-        group.wait_gathered()
+        group.enter()
 
     def _reach(self, group: LayerGroup) -> None:
         """Move the gather order up to ``group``; kept groups are not in it."""
@@ -228,7 +258,7 @@ class Engine:
         if group.index in self.kept:
             return
         following = self.backward_order.following(group.index)
-        if following is not None:
+        if following is not None and self._has_room(following):
             self._issue(self.backward_order.through(following))
 
     def inputs_done(self, group: LayerGroup) -> None:
@@ -236,7 +266,7 @@ class Engine:
         if group.index in self.kept:
             return
         self._inputs_done.add(group.index)
-        if group.index in self._reduced or not group.trainable:
+        if group.index in self._ready | self._reduced or not group.trainable:
             group.release_weights()
 
     def gradient(self, group: LayerGroup, name: str, parameter: nn.Parameter) -> None:
@@ -256,20 +286,25 @@ class Engine:
         group.fired.add(name)
         if len(group.fired) == len(group.trainable):
             self._ready.add(group.index)
+            self._release_unread(group)  # its reduction may have to wait for others
             for index in self.reduce_order.ready(self._ready):
                 self._reduce(self.groups[index])
 
-    def _reduce(self, group: LayerGroup) -> None:
-        self._reduced.add(group.index)
+    def _release_unread(self, group: LayerGroup) -> None:
+        """All gradients of ``group`` are there: drop its weights, unless frozen ones may be read."""
         if not group.has_frozen or group.index in self._inputs_done:
             group.release_weights()
+
+    def _reduce(self, group: LayerGroup) -> None:
+        self._reduced.add(group.index)
+        self._release_unread(group)
         group.touched.update(name for name, slot in group.slots.items() if slot.written)
         if self.accumulate_only:
             self._accumulate(group)
             return
         source = self._gradients_to_send(group)
         while len(self._outstanding) >= OUTSTANDING:
-            self._outstanding.popleft().finish_reduction()
+            self.finish_oldest_reduction()
         if self.publication is not None:  # several rows: the first stages are over by now
             for earlier in self._outstanding:
                 if earlier.reducing is not None:
@@ -278,8 +313,8 @@ class Engine:
             source, group.reduce_table, group.window, first=group.window_empty
         )
         group.clear_slots()
-        if not group.reducing.borrows:
-            group.gradients.release()
+        if not (group.reducing.borrows or self.hold_slots):
+            group.release_gradients()
         self._outstanding.append(group)
 
     def _accumulate(self, group: LayerGroup) -> None:
@@ -291,8 +326,12 @@ class Engine:
         group.gradients.release()
 
     def _fold(self, group: LayerGroup) -> None:
-        if group.accumulated is None:
-            group.accumulated = torch.zeros_like(group.gradients.raw, dtype=torch.float32)
+        first, group.accumulated = group.accumulated is None, group.sums.raw
+        group.sums.revive()
+        if first:
+            group.sums.raw.zero_()
+        if any(slot.written for slot in group.slots.values()):
+            group.gradients.revive()  # they may have been set aside
         for name, slot in group.slots.items():
             if slot.written:
                 start = group.gradients.layout.offsets[name]
@@ -330,6 +369,8 @@ class Engine:
             group.release_weights()
         self.accumulated = self.accumulate_only
         self._forget_backward()
+        if self.micro_batch_done is not None:
+            self.micro_batch_done()
 
     def _forget_backward(self) -> None:
         for group in self.groups:
@@ -342,10 +383,17 @@ class Engine:
 
     # --- step ------------------------------------------------------------------------------------
 
+    def finish_oldest_reduction(self) -> bool:
+        """Wait for the reduction that was launched first; False: none is in flight."""
+        if self._outstanding:
+            self._outstanding.popleft().finish_reduction()
+            return True
+        return False
+
     def finish_reductions(self) -> None:
         """Wait for every reduction in flight."""
-        while self._outstanding:
-            self._outstanding.popleft().finish_reduction()
+        while self.finish_oldest_reduction():
+            pass
 
     def reduce_accumulated(self) -> None:
         """Reduce what micro-batches under ``accumulate_only`` left behind, in the frozen order."""

@@ -207,6 +207,10 @@ class FullyShardedRuntime:
         """Routes, reasons and counts."""
         return routing_report(self.plan.parameters)
 
+    def notes(self) -> list[str]:
+        """See Runtime.notes: torch's collectives leave nothing to say."""
+        return []
+
     def copied_share(self) -> float:
         """Share of the gradient bytes that were copied on their way: FSDP2 copies all into its
         reductions.

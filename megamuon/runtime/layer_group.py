@@ -27,14 +27,17 @@ from megamuon.kernels.linear import SLOT, GradientSlot
 from megamuon.matrices import Layout, LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan, Segment
-from megamuon.runtime.buffers import FlatBuffer, place
+from megamuon.runtime.buffers import BufferLayout, FlatBuffer, place
 
 ROOT_GROUP = ""  # name of the group of loose parameters: outside every layer, and no sliced table
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class LocalSegment:
-    """A piece of a parameter that this rank holds: elements ``start..stop`` of its tp piece."""
+    """A piece of a parameter that this rank holds: elements ``start..stop`` of its tp piece.
+
+    Only ``window`` ever changes, once, when it moves into the symmetric pool.
+    """
 
     parameter: LogicalParameter
     tp_rank: int
@@ -91,14 +94,14 @@ class LayerGroup:
         self.resident = resident  # the gathered weights stay for life (ZeRO-1)
         self.tp_rank = mesh.tp_rank
 
-        def buffer(members: Sequence[LogicalParameter]) -> FlatBuffer:
-            layout = place(members, compute_dtype.itemsize, mesh.tp_rank)
-            made = FlatBuffer(layout, compute_dtype, device)
-            made.release()  # else the whole model would be resident until the first backward
-            return made
+        def layout(members: Sequence[LogicalParameter]) -> BufferLayout:
+            return place(members, compute_dtype.itemsize, mesh.tp_rank)
 
-        self.weights = buffer(self.parameters)
-        self.gradients = buffer(self.trainable)
+        self.weights = _released(layout(self.parameters), compute_dtype, device)
+        self.sent: FlatBuffer | None = None  # what gathers carry, where that is a narrower dtype
+        self.gradients = _released(layout(self.trainable), compute_dtype, device)
+        # Sum of the slots of several micro-batches under --gradient-reduction step.
+        self.sums = _released(self.gradients.layout, torch.float32, device)
         self.gather_table = column_table(
             plan, self.parameters, self.weights.layout.offsets, mesh.tp_rank
         )
@@ -109,9 +112,11 @@ class LayerGroup:
         # --- life of the buffers ---
         self.gathering: Work | None = None
         self.version = -1  # applied updates in the weights that the buffer holds; -1 when released
+        self.entered = False  # somebody computes with these weights, or may still in a backward
         self.reducing: StagedWork | None = None
         self.window_empty = True
-        self.accumulated: Tensor | None = None  # FP32 sum of slots under --gradient-reduction step
+        self.window_pooled = False
+        self.accumulated: Tensor | None = None  # ``sums``, while they wait to be reduced
         # --- this backward pass ---
         self.fired: set[str] = set()
         self.slots: dict[str, GradientSlot] = {}
@@ -197,6 +202,16 @@ class LayerGroup:
         self._places.append(self.weights.raw_piece(name, start, start + numel))
         self._spans.append((self.weights.layout.offsets[name] + start, numel))
 
+    def send_in(self, dtype: torch.dtype) -> None:
+        """Gathers carry ``dtype`` instead of the compute dtype."""
+        self.sent = _released(self.weights.layout, dtype, self.weights.raw.device)
+
+    @property
+    def leased(self) -> dict[str, FlatBuffer]:
+        """By kind, the buffers that transfers read or write on this and on other ranks."""
+        travels = {"weights": self.weights} if self.sent is None else {"sent": self.sent}
+        return {**travels, "gradients": self.gradients, "accumulated": self.sums}
+
     def install(
         self,
         parameters: dict[str, nn.Parameter],
@@ -236,12 +251,19 @@ class LayerGroup:
             self.gathering.wait()
             self.gathering = None
 
+    def enter(self) -> None:
+        """Somebody is about to read the weights: they are in place when this returns."""
+        self.wait_gathered()
+        self.weights.revive()  # they may have been set aside
+        self.entered = True
+
     def release_weights(self) -> None:
         """Drop the gathered weights; a resident group keeps them until they are stale."""
         self.wait_gathered()
         if not self.resident:
             self.weights.release()
             self.version = -1
+            self.entered = False
 
     def forget_weights(self) -> None:
         """The weights are stale: gather them again before the next use."""
@@ -267,12 +289,61 @@ class LayerGroup:
             self.reducing.wait()
             self.reducing = None
             self.window_empty = False
+        self.release_gradients()
+
+    def release_gradients(self) -> None:
+        """Nobody reads the slots any more, nor the sums but to add to them."""
         self.gradients.release()
+        if self.accumulated is None:
+            self.sums.release()
 
     def clear_slots(self) -> None:
         """Forget what the slots hold."""
         for slot in self.slots.values():
             slot.written = False
+
+    # --- the symmetric pool ----------------------------------------------------------------------
+
+    def bind_weights(self, memory: Tensor, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Move the flat compute buffer to ``memory (numel,)``, and the parameters with it."""
+        self.weights.bind(memory)
+        raw = self.weights.raw
+        self._places = [raw[start : start + numel] for start, numel in self._spans]
+        for parameter in self.parameters:
+            # Assigning `.data` keeps the parameter and its version counter, which writes through
+            # `raw` then never touch.
+            parameters[parameter.name].data = self.weights.raw_view(
+                parameter.name, parameter.piece_shape(self.tp_rank)
+            )
+
+    def bind_gradients(self, memory: Tensor) -> None:
+        """Move the gradient slots to ``memory (numel,)``."""
+        self.gradients.bind(memory)
+        for parameter in self.trainable:
+            self.slots[parameter.name].gradient = self.gradients.raw_view(
+                parameter.name, parameter.piece_shape(self.tp_rank)
+            )
+
+    def bind_window(self, memory: Tensor) -> None:
+        """Move the owner windows, with what they hold, to ``memory (numel,)``."""
+        memory.copy_(self.window)
+        self.window = memory
+        offsets = self.gradients.layout.offsets
+        held = [segment for segment in self.local if segment.window is not None]
+        held.sort(key=lambda segment: offsets[segment.parameter.name])
+        sizes = [segment.stop - segment.start for segment in held]
+        for segment, part in zip(held, memory.split(sizes) if held else (), strict=True):
+            segment.window = part
+        self.window_pooled = True
+
+
+def _released(layout: BufferLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:
+    """A new buffer without memory: else the whole model would be resident until the first
+    backward.
+    """
+    made = FlatBuffer(layout, dtype, device)
+    made.release()
+    return made
 
 
 def holder(

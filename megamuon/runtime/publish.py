@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.collectives.publish import LeaderCopies, Publisher
+from megamuon.collectives.ready_fabric import ReadyFabric
+from megamuon.collectives.ready_publish import ReadyPublisher
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Layout
 from megamuon.mesh import Mesh
@@ -47,25 +49,44 @@ class Publication:
         device: torch.device,
         traffic: Traffic,
         synchronous: bool,
+        fabric: ReadyFabric | None = None,
     ) -> None:
+        """``fabric``: its persistent operator publishes, in memory that the column shares; without
+        it, transfers of ``column_group``. Making that memory is a collective.
+        """
         self.synchronous = synchronous
         self._row = mesh.row
         self._place = {p.name: place for place, p in enumerate(plan.parameters)}
         led = [parameter for group in groups for parameter in group.led]
         self._led = {self._place[p.name] for p in led}
-        self.copies = LeaderCopies(
-            {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}, dtype, device
-        )
-        self.publisher = Publisher(
-            self.copies,
-            names={self._place[p.name]: p.name for p in led},
-            owner_rows={
-                self._place[p.name]: plan.topology.row_of(plan.owner_of(p.name)) for p in led
-            },
-            group=column_group,
-            row=mesh.row,
-            traffic=traffic,
-        )
+        names = {self._place[p.name]: p.name for p in led}
+        rows = {self._place[p.name]: plan.topology.row_of(plan.owner_of(p.name)) for p in led}
+        sizes = {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}
+        self.publisher: Publisher | ReadyPublisher
+        if fabric is not None and "publish" in fabric.operators:
+            memory = fabric.open_copies(_heaviest_copies(groups, plan, mesh, dtype))
+            nbytes = LeaderCopies.bytes_of(sizes, dtype)
+            buffer = memory.tensor(0, nbytes, torch.uint8)
+            self.copies = LeaderCopies(sizes, dtype, device, buffer=buffer)
+            self.publisher = ReadyPublisher(
+                self.copies,
+                fabric,
+                names=names,
+                owner_rows=rows,
+                group=column_group,
+                row=mesh.row,
+                traffic=traffic,
+            )
+        else:
+            self.copies = LeaderCopies(sizes, dtype, device)
+            self.publisher = Publisher(
+                self.copies,
+                names=names,
+                owner_rows=rows,
+                group=column_group,
+                row=mesh.row,
+                traffic=traffic,
+            )
         self._owned_rows = {
             p.name: plan.topology.row_of(plan.owner_of(p.name))
             for p in plan.parameters
@@ -131,6 +152,7 @@ class Publication:
 
     def republish(self, version: int) -> None:
         """Masters were written from outside: send all of them.  Every rank calls this."""
+        self.publisher.fence()
         self.begin(list(self._owned_rows), version)
         for index in tuple(self._queue):
             self._send(index)
@@ -143,10 +165,7 @@ class Publication:
         """Whether ``wait`` would return soon; never blocks. Says when to prefetch, not what may be
         read: a copy whose header has arrived may still lack the end of its payload.
         """
-        if self.copies.buffer.is_cuda:
-            return True  # the stream waits, not this thread
-        indices = self._of_group[group.index]
-        return all(self.copies.version(index) == self.expected[index] for index in indices)
+        return self.publisher.arrived(self._of_group[group.index], self.expected)
 
     def wait(self, group: LayerGroup) -> None:
         """Block until the copies that ``group`` gathers from hold exactly the expected updates."""
@@ -165,3 +184,16 @@ class Publication:
     def resident_bytes(self) -> int:
         """Bytes of the leader copies, headers included."""
         return self.copies.resident_bytes
+
+
+def _heaviest_copies(
+    groups: Sequence[LayerGroup], plan: OwnershipPlan, mesh: Mesh, dtype: torch.dtype
+) -> int:
+    """Bytes of the copies of the column that has most: all ranks make memory of one size."""
+    sizes: list[dict[int, int]] = [{} for _ in range(mesh.columns)]
+    for group in groups:
+        for parameter in group.parameters:
+            if parameter.layout is Layout.OWNER:
+                column = plan.topology.column_of(plan.owner_of(parameter.name))
+                sizes[column][len(sizes[column])] = parameter.piece_numel(mesh.tp_rank)
+    return max(LeaderCopies.bytes_of(held, dtype) for held in sizes)

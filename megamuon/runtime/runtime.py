@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,21 @@ from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import PieceExchange
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.matrix_update import HeldState
+from megamuon.runtime.pool import PoolPlan
+from megamuon.runtime.pool_opening import Memory, OpenPool, open_pool
 from megamuon.runtime.step import OwnerStep, StepResult
 
 OPTIMIZER_PREFIX = "optimizer."
+
+
+class PoolHook(Protocol):
+    """Who opens the symmetric pool of a runtime, when its time has come."""
+
+    def micro_batch_done(self) -> None:
+        """A backward pass has ended."""
+
+    def step_done(self) -> bool:
+        """An update has ended; True: the pool is open, or never will be, and nobody asks again."""
 
 
 class Runtime:
@@ -42,7 +55,10 @@ class Runtime:
         engine: Engine,
         step: OwnerStep,
         exchange: PieceExchange,
+        notes: list[str] | None = None,
     ) -> None:
+        """``notes``: lines for the user that are not printed yet; more may come with the steps."""
+        self._notes = notes if notes is not None else []
         self.model = model
         self.plan = plan
         self.mesh = mesh
@@ -53,6 +69,8 @@ class Runtime:
         self.exchange = exchange
         self.traffic = step.traffic  # bytes that this rank has sent
         self._step = step
+        self.pool: PoolHook | None = None  # until the pool is open
+        self.opened: OpenPool | None = None
 
     # --- training --------------------------------------------------------------------------------
 
@@ -91,6 +109,9 @@ class Runtime:
         )
         if not result.skipped:
             self.engine.version += 1
+        if self.pool is not None and self.pool.step_done():
+            self.pool = self.engine.micro_batch_done = None
+            self.engine.hold_slots = False
         return result
 
     def clear_gradients(self) -> None:
@@ -99,10 +120,33 @@ class Runtime:
         self.engine.accumulated = False
         for group in self.groups:
             group.clear_slots()
-            group.gradients.release()
             group.accumulated = None
+            group.release_gradients()
             group.window_empty = True
             group.touched.clear()
+
+    # --- the symmetric pool ----------------------------------------------------------------------
+
+    def use_pool(self, hook: PoolHook) -> None:
+        """Let ``hook`` see micro-batches and steps until it has opened the pool."""
+        self.pool = hook
+        self.engine.micro_batch_done = hook.micro_batch_done
+
+    def open_pool(self, plan: PoolPlan, memory: Memory) -> OpenPool:
+        """Move into ``memory`` what ``plan`` names; between two steps, when no graph of autograd is
+        alive.
+        """
+        self.engine.finish_reductions()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        finish = self.engine.finish_oldest_reduction
+        self.opened = open_pool(self.groups, plan, memory, parameters, finish_oldest=finish)
+        self.engine.leases = self.opened
+        return self.opened
+
+    def left_out_of_pool(self) -> dict[str, str]:
+        """Groups that stay on the heap though the pool is open, and why."""
+        excluded = self.opened.plan.excluded if self.opened is not None else {}
+        return {self.groups[index].name: reason for index, reason in excluded.items()}
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -204,6 +248,14 @@ class Runtime:
 
     # --- reports ---------------------------------------------------------------------------------
 
+    def notes(self) -> list[str]:
+        """What has happened since the last call that a user wants to read: the fabric that was
+        chosen, the pool that was opened.
+        """
+        said = list(self._notes)
+        self._notes.clear()
+        return said
+
     def report(self) -> str:
         """Routes, reasons and counts."""
         return routing_report(self.plan.parameters)
@@ -214,22 +266,24 @@ class Runtime:
         return copied / (copied + born) if copied + born else 0.0
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds right now, by kind."""
+        """Bytes that this rank holds right now, by kind; what lies in an open pool is counted under
+        ``pool_*`` alone, used or not.
+        """
         publication = self.engine.publication
         state = [t for tensors in self._step.state.values() for t in tensors.values()]
         if self._step.matrices is not None:
             for held in self._step.matrices.state.values():
                 state.extend((*held.piece.values(), *held.whole.values()))
+        pooled = self.opened.plan.nbytes if self.opened is not None else {}
         return {
             "leader_copies": publication.resident_bytes if publication is not None else 0,
             "masters": sum(_bytes(g.master) for g in self.groups),
-            "windows": sum(_bytes(g.window) for g in self.groups),
+            "windows": sum(_bytes(g.window) for g in self.groups if not g.window_pooled),
             "optimizer_state": sum(_bytes(t) for t in state),
             "gathered_weights": sum(g.weights.resident_bytes for g in self.groups),
             "gradient_slots": sum(g.gradients.resident_bytes for g in self.groups),
-            "accumulators": sum(
-                _bytes(g.accumulated) for g in self.groups if g.accumulated is not None
-            ),
+            "accumulators": sum(g.sums.resident_bytes for g in self.groups),
+            **{f"pool_{kind}": nbytes for kind, nbytes in pooled.items()},
         }
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamuon.collectives.ready import ReadyReducer
 from megamuon.matrices import (
     Layout,
     LogicalParameter,
@@ -34,6 +35,7 @@ from megamuon.runtime.assembly import Grid, build_parts, device_of
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import cut_piece
+from megamuon.runtime.fabric import PoolOpener
 from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
 from megamuon.runtime.measure import cost_function
 from megamuon.runtime.publish import Publication
@@ -93,7 +95,7 @@ def shard(
     _fill_masters(groups, tensors, config, initial, parts.publication)
     _place_parameters(model, groups, tensors)
     _attach(parts.engine, model, groups, layers)
-    return Runtime(
+    runtime = Runtime(
         model=model,
         plan=plan,
         mesh=grid.mesh,
@@ -102,7 +104,18 @@ def shard(
         engine=parts.engine,
         step=parts.step,
         exchange=parts.exchange,
+        notes=parts.fabric.lines,
     )
+    if isinstance(parts.reducer, ReadyReducer):
+        opener = PoolOpener(
+            runtime,
+            parts.fabric,
+            parts.reducer,
+            parts.data_group,
+            required=config.fabric != "auto",
+        )
+        runtime.use_pool(opener)
+    return runtime
 
 
 def _plan(
@@ -152,6 +165,11 @@ def _agreed_settings(
         "matrix_update": config.matrix_update,
         "publish": config.publish,
         "collectives": config.collectives,
+        "fabric": config.fabric,
+        "ring_slots": str(config.ring_slots),
+        "chunk_bytes": str(config.chunk_bytes),
+        "publish_tile_bytes": str(config.publish_tile_bytes),
+        "collective_deadline": str(config.collective_deadline),
         "compute": str(config.compute_dtype),
         "sent": str(config.sent_dtype),
         "reduce": str(config.reduce_dtype),

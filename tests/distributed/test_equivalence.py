@@ -84,7 +84,7 @@ def combinations(ranks: int, steps: int) -> Iterator[tuple[Chosen, Case]]:
         "ABCM", SHAPES[ranks], (1, 2, 3), MODELS, (False, True)
     ):
         rows, columns, tp = shape
-        owners_on_rows = line == "C" and rows > 1
+        owners_on_rows = line in "CD" and rows > 1
         for accumulation, sequence, publish in itertools.product(
             (1, 2, "reduced once"),
             (False, True) if tp > 1 else (False,),

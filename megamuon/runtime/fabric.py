@@ -1,0 +1,193 @@
+"""Which fabric moves a runtime's bytes, and the opening of its symmetric pool.
+
+Owns the choice of a fabric, what is said about it, and the hook that opens the pool. Invariants: all
+ranks choose alike, because a fabric is made by all of them together or by none; a fabric that was
+asked for by name is had or refused, and only an automatic choice falls back to grouped calls, saying
+why. Tested by ``tests/distributed/test_ready_training.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megamuon.collectives import CollectiveError
+from megamuon.collectives.host_library import CODE_VERSION
+from megamuon.collectives.ready import ReadyReducer
+from megamuon.collectives.ready_fabric import ReadyFabric, ReadySettings
+from megamuon.matrices import Layout
+from megamuon.mesh import Mesh, MeshError
+from megamuon.ownership.plan import OwnershipPlan
+from megamuon.runtime.agreement import exchange_pool
+from megamuon.runtime.config import RuntimeConfig
+from megamuon.runtime.pool import PoolPlan
+from megamuon.runtime.pool_opening import PoolRecording
+from megamuon.runtime.runtime import Runtime
+
+MIB = 1 << 20
+
+
+@dataclass(kw_only=True)
+class FabricChoice:
+    """A fabric, or why there is none."""
+
+    ready: ReadyFabric | None = None
+    reason: str = ""  # why gathers and reductions are grouped calls; "" where they were asked for
+    lines: list[str] = field(default_factory=list)  # what to tell the user, in order
+
+
+def rails(plan: OwnershipPlan, mesh: Mesh, itemsize: int, tile_bytes: int) -> tuple[int, int]:
+    """Parameters and publish tiles of the column that has most of each."""
+    counts = [[0, 0] for _ in range(mesh.columns)]
+    for parameter in plan.parameters:
+        if parameter.layout is Layout.OWNER:
+            held = counts[plan.topology.column_of(plan.owner_of(parameter.name))]
+            held[0] += 1
+            held[1] += -(-parameter.piece_numel(mesh.tp_rank) * itemsize // tile_bytes)
+    return max(count for count, _ in counts), max(tiles for _, tiles in counts)
+
+
+def choose_fabric(
+    config: RuntimeConfig,
+    mesh: Mesh,
+    plan: OwnershipPlan,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> FabricChoice:
+    """The fabric that ``config`` asks for.  A collective over ``group``, the data-parallel ranks.
+
+    Raises MeshError where ``config.fabric`` names one that cannot be had.
+    """
+    if config.collectives != "ready":
+        return FabricChoice()
+    choice = _choose(config, mesh, plan, group, device)
+    choice.lines.append(_said(choice))
+    return choice
+
+
+def _choose(
+    config: RuntimeConfig,
+    mesh: Mesh,
+    plan: OwnershipPlan,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> FabricChoice:
+    if mesh.data_parallel_size == 1:
+        return FabricChoice(reason="one data-parallel rank: nothing moves between ranks")
+    if device.type == "cuda" or config.fabric == "nccl":
+        reason = device_reason(device)
+        if config.fabric != "auto":
+            raise MeshError(f"--fabric {config.fabric}: {reason}; use --collectives grouped")
+        return FabricChoice(reason=reason)
+    settings = ReadySettings(
+        slots=config.ring_slots,
+        chunk_bytes=config.chunk_bytes,
+        tile_bytes=config.publish_tile_bytes,
+        deadline=config.collective_deadline,
+    )
+    itemsize = config.sent_dtype.itemsize
+    try:
+        ready = ReadyFabric(
+            mesh, group, settings, rails=rails(plan, mesh, itemsize, settings.tile_bytes)
+        )
+    except CollectiveError as error:
+        if config.fabric == "host":
+            raise MeshError(f"--fabric host: {error}") from error
+        return FabricChoice(reason=str(error))
+    return FabricChoice(ready=ready)
+
+
+def device_reason(device: torch.device) -> str:
+    """Why GPUs do not take the device operators."""
+    if device.type != "cuda":
+        return "the nccl fabric needs GPUs, and this run is on the CPU"
+    return "the device operators have not been verified on GPUs and are not driven by this runtime"
+
+
+def _said(choice: FabricChoice) -> str:
+    """The start-up line about collectives."""
+    if choice.ready is None:
+        return f"collectives: grouped calls instead of the ready fabric: {choice.reason}"
+    fabric, settings = choice.ready, choice.ready.settings
+    return (
+        f"collectives: ready on the host fabric, {fabric.rows} nodes x {fabric.columns} ranks in"
+        f" shared memory; {settings.slots} slots of {settings.chunk_bytes // 1024} KiB a queue,"
+        f" {fabric.control_bytes / MIB:.1f} MiB of control memory a rank; grouped calls until the"
+        " symmetric pool opens"
+    )
+
+
+class PoolOpener:
+    """Opens the pool between two steps, once a micro-batch has been recorded."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        choice: FabricChoice,
+        reducer: ReadyReducer,
+        group: dist.ProcessGroup | None,
+        *,
+        required: bool,
+    ) -> None:
+        """``required``: a pool that cannot be had is an error, not a reason to stay grouped."""
+        assert choice.ready is not None
+        self.runtime, self.choice, self.reducer = runtime, choice, reducer
+        self.fabric = choice.ready
+        self.group, self.required = group, required
+        self.recording = PoolRecording(runtime.engine, group, rows=runtime.mesh.rows)
+
+    def micro_batch_done(self) -> None:
+        """See PoolHook."""
+        self.recording.micro_batch_done()
+
+    def step_done(self) -> bool:
+        """See PoolHook. A collective at the step that opens the pool."""
+        if not self.recording.step_done():
+            return False
+        plan = self.recording.plan()
+        self._compare_settings()
+        try:
+            memory = self.fabric.open(max(plan.total, 1))
+        except CollectiveError as error:
+            if self.required:
+                raise MeshError(f"--fabric host: {error}") from error
+            self.choice.lines.append(
+                f"collectives: grouped calls, the symmetric pool cannot be had: {error}"
+            )
+            return True
+        self.runtime.open_pool(plan, memory)
+        for group in self.runtime.groups:
+            if group.index in plan.windows:
+                dtypes = {
+                    group.leased[kind].raw.dtype
+                    for kind in ("gradients", "accumulated")
+                    if (kind, group.index) in plan.offsets
+                }
+                self.reducer.pool(group.reduce_table, plan.windows[group.index], dtypes)
+        self.choice.lines.extend(self._report(plan))
+        return True
+
+    def _compare_settings(self) -> None:
+        settings = self.fabric.settings
+        exchange_pool(
+            {"code": str(CODE_VERSION), **{k: str(v) for k, v in vars(settings).items()}},
+            self.group,
+        )
+
+    def _report(self, plan: PoolPlan) -> Sequence[str]:
+        kinds = ", ".join(
+            f"{kind} {nbytes / MIB:.1f}" for kind, nbytes in plan.nbytes.items() if nbytes
+        )
+        lines = [
+            f"symmetric pool open: {plan.total / MIB:.1f} MiB on every rank ({kinds});"
+            f" {len(self.runtime.groups) - len(plan.excluded)} of {len(self.runtime.groups)} groups"
+        ]
+        lines += [
+            f"symmetric pool: group {name or 'of loose parameters'!r} stays with grouped calls:"
+            f" {reason}"
+            for name, reason in self.runtime.left_out_of_pool().items()
+        ]
+        return lines

@@ -1,0 +1,300 @@
+"""The symmetric pool meets the layer groups: recording them, moving them in, and who is in it now.
+
+Owns ``PoolRecording`` (watches all buffers, and makes the plan that all ranks agree on),
+``open_pool`` (moves buffers, parameters, slots and windows into the memory of the pool) and
+``OpenPool`` (which ranges are in use). Invariants: a pooled buffer never changes its address; no two
+live buffers overlap; making room never issues, drops or reorders a collective, so ranks may do it
+differently. Tested by ``tests/runtime/test_pool.py``.
+
+[Note: room in the pool]
+
+The plan lets buffers share memory that were never alive together in rank 0's recorded micro-batch.
+Ranks and later passes may differ: a skipped branch leaves a gathered group that nobody enters, and
+gradients that wait for a group that never becomes ready. So before a buffer comes alive, whatever
+overlaps it makes room: a reduction or a gather in flight is waited for, weights that nobody has
+entered and gradients that wait are set aside on the heap until they are used. All of that costs
+time, none of it a result. Only weights in use cannot move, because autograd has saved views of them:
+that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megamuon.runtime.agreement import exchange_pool, integers_of_rank_zero
+from megamuon.runtime.engine import Engine
+from megamuon.runtime.layer_group import LayerGroup
+from megamuon.runtime.pool import (
+    Key,
+    Lease,
+    PoolConflictError,
+    PoolPlan,
+    Recorder,
+    decode,
+    encode,
+    plan_pool,
+)
+
+RECEIVED_ALL = -1  # in place of the first parameter that received no gradient
+
+
+class Memory(Protocol):
+    """Memory that lies at the same offsets on all ranks; ``SymmetricMemory`` is one."""
+
+    nbytes: int
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """A view ``(numel,)`` of this rank's memory from byte ``offset`` on."""
+
+
+# --- recording -----------------------------------------------------------------------------------
+
+
+class PoolRecording:
+    """Watches a runtime's buffers from the end of its first micro-batch to the first step after a
+    whole recorded one.
+
+    Evaluations in between are recorded as well: they add conflicts and take none away. ``group``
+    has the ranks that will share the pool (None: one rank), in ``rows`` rows.
+    """
+
+    def __init__(self, engine: Engine, group: dist.ProcessGroup | None, *, rows: int = 1) -> None:
+        self.engine = engine
+        self.group = group
+        self.rows = rows
+        self.recorder = Recorder()
+        self.complete = False
+        self._whole = 0  # recorded micro-batches
+        self._received: dict[int, set[str]] = {group.index: set() for group in engine.groups}
+        engine.hold_slots = True
+
+    def micro_batch_done(self) -> None:
+        """A backward pass has ended."""
+        if self.complete:
+            return
+        if not self.recorder.on:
+            self._start()
+            return
+        self._whole += 1
+        for group in self.engine.groups:
+            self._received[group.index] |= group.touched
+
+    def _start(self) -> None:
+        live: list[Key] = []
+        for group in self.engine.groups:
+            for kind, buffer in group.leased.items():
+                buffer.watch = self.recorder.watch(kind, group.index)
+                if buffer.alive:
+                    live.append((kind, group.index))
+        self.recorder.start(live)
+
+    def step_done(self) -> bool:
+        """An update has ended: whether the record is complete, the same on all ranks."""
+        if not self.complete and self._whole:
+            self.complete = True
+            self.recorder.stop()
+            for group in self.engine.groups:
+                for buffer in group.leased.values():
+                    buffer.watch = None
+        return self.complete
+
+    def plan(self) -> PoolPlan:
+        """The plan by rank 0's record. A collective over ``group``. Raises PlanMismatchError on all
+        ranks where one computes another plan, and RuntimeError before the record is complete.
+        """
+        if not self.complete:
+            raise RuntimeError("the pool is planned from a whole recorded micro-batch: train on")
+        groups = self.engine.groups
+        missing = [self._first_without_gradient(group) for group in groups]
+        values = (*missing, *encode(self.recorder.live, self.recorder.events))
+        values = self._of_rank_zero(values)
+        missing = list(values[: len(groups)])
+        live, events = decode(values[len(groups) :])
+        seen = {*live, *((event.kind, event.group) for event in events)}
+        plan = plan_pool(
+            [
+                Lease(kind=kind, group=group.index, nbytes=buffer.nbytes)
+                for group in groups
+                for kind, buffer in group.leased.items()
+                if (kind, group.index) in seen
+            ],
+            events,
+            live,
+            windows={group.index: window_bytes(group, self.rows) for group in groups},
+            excluded=exclusions(groups, missing, self.rows),
+        )
+        exchange_pool(plan.texts(), self.group)
+        return plan
+
+    def _first_without_gradient(self, group: LayerGroup) -> int:
+        received = self._received[group.index]
+        for place, parameter in enumerate(group.trainable):
+            if parameter.name not in received:
+                return place
+        return RECEIVED_ALL
+
+    def _of_rank_zero(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Records of ranks may differ in length: that is agreed on first."""
+        device = self.engine.groups[0].master.device
+        (length,) = integers_of_rank_zero((len(values),), self.group, device)
+        padded = (values + (0,) * length)[:length]
+        return integers_of_rank_zero(padded, self.group, device)
+
+
+def exclusions(groups: Sequence[LayerGroup], missing: Sequence[int], rows: int) -> dict[int, str]:
+    """Groups that stay on the heap of a grid of ``rows`` rows, and why. ``missing``: for each group
+    the place of its first trainable parameter that received no gradient, or RECEIVED_ALL.
+    """
+    found: dict[int, str] = {}
+    for group, place in zip(groups, missing, strict=True):
+        if place != RECEIVED_ALL:
+            name = group.trainable[place].name
+            found[group.index] = f"{name} received no gradient in the recorded micro-batch"
+            continue
+        held = {piece.row for pieces in group.reduce_table.rows for piece in pieces if piece.numel}
+        if rows > 1 and None in held and len(held) > 1:
+            found[group.index] = (
+                "its gradient windows mix slices that every row keeps with matrices that one row"
+                " owns"
+            )
+    return found
+
+
+def window_bytes(group: LayerGroup, rows: int) -> int:
+    """The most that a rank's owner windows of a group take, on a grid of ``rows`` rows."""
+    table = group.reduce_table
+    columns = range(len(table.rows))
+    most = max(table.numel_of(column, row) for column in columns for row in range(rows))
+    return most * group.window.element_size()
+
+
+# --- the open pool -------------------------------------------------------------------------------
+
+
+class OpenPool:
+    """Which leases of an open pool are live on this rank, and how they make room."""
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        plan: PoolPlan,
+        memory: Memory,
+        finish_oldest: Callable[[], bool],
+    ) -> None:
+        self.groups = tuple(groups)
+        self.plan = plan
+        self.memory = memory
+        self.live: set[Key] = set()
+        self.bytes_set_aside = 0  # copied out of the way since the pool was opened
+        self._finish_oldest = finish_oldest
+
+    def watch(self, kind: str, group: int) -> Callable[[bool], None]:
+        """What a pooled buffer tells of its life (``FlatBuffer.watch``)."""
+        key = (kind, group)
+        return lambda alive: self._acquire(key) if alive else self.live.discard(key)
+
+    def free(self, group: LayerGroup) -> bool:
+        """Whether a gather of ``group`` would find its range free."""
+        keys = (("weights", group.index), ("sent", group.index))
+        return not any(
+            other in self.live for key in keys for other in self.plan.overlaps.get(key, ())
+        )
+
+    def _acquire(self, key: Key) -> None:
+        for other in self.plan.overlaps[key]:
+            if other in self.live:
+                self._make_room(key, other)
+        self.live.add(key)
+
+    def _make_room(self, key: Key, other: Key) -> None:
+        """End the lease ``other``. Raises PoolConflictError where it is in use."""
+        kind, group = other[0], self.groups[other[1]]
+        if kind == "sent":
+            group.wait_gathered()  # widening it ends the lease
+        elif kind == "weights":
+            if not (group.entered or group.resident):
+                group.wait_gathered()
+                self._set_aside(other)
+        elif group.reducing is not None:
+            while other in self.live and self._finish_oldest():
+                pass
+        elif key[1] != other[1]:
+            self._set_aside(other)
+        if other in self.live:
+            raise self._conflict(key, other)
+
+    def _set_aside(self, key: Key) -> None:
+        buffer = self.groups[key[1]].leased[key[0]]
+        self.bytes_set_aside += buffer.nbytes
+        buffer.set_aside()
+
+    def _conflict(self, key: Key, other: Key) -> PoolConflictError:
+        start = self.plan.offsets[key]
+        return PoolConflictError(
+            f"{key[0]} of {self._name(key)} go to bytes {start}..{start + self.plan.sizes[key]} of"
+            f" the symmetric pool, where {other[0]} of {self._name(other)} are still in use: this"
+            " pass runs the layers in another way than the micro-batch that the pool was planned"
+            " by. Start with --collectives grouped"
+        )
+
+    def _name(self, key: Key) -> str:
+        return f"group {self.groups[key[1]].name or 'of loose parameters'!r}"
+
+
+def open_pool(
+    groups: Sequence[LayerGroup],
+    plan: PoolPlan,
+    memory: Memory,
+    parameters_by_name: Mapping[str, nn.Parameter],
+    *,
+    finish_oldest: Callable[[], bool],
+) -> OpenPool:
+    """Move what ``plan`` names into ``memory``: between two steps, when no graph of autograd is
+    alive. Gathered weights are dropped, windows keep their contents.
+
+    ``finish_oldest`` waits for the reduction that was launched first and says whether there was
+    one. Raises ValueError where the memory is too small, RuntimeError where gradients wait.
+    """
+    if memory.nbytes < plan.total:
+        raise ValueError(f"a pool of {plan.total} bytes does not fit into {memory.nbytes} bytes")
+    for group in groups:
+        if group.reducing is not None or group.accumulated is not None or group.gradients.alive:
+            raise RuntimeError(
+                f"group {group.name!r} still holds gradients: the pool opens between two steps"
+            )
+    pool = OpenPool(groups, plan, memory, finish_oldest)
+    for group in groups:
+        buffers = group.leased
+        for kind, buffer in buffers.items():
+            if (kind, group.index) not in plan.offsets:
+                continue
+            at = plan.offsets[kind, group.index]
+            place = memory.tensor(at, buffer.raw.numel(), buffer.raw.dtype)
+            _bind(group, kind, place, parameters_by_name)
+            buffer.watch = pool.watch(kind, group.index)
+        if group.index in plan.windows:
+            at = plan.windows[group.index]
+            group.bind_window(memory.tensor(at, group.window.numel(), group.window.dtype))
+    return pool
+
+
+def _bind(
+    group: LayerGroup, kind: str, place: Tensor, parameters: Mapping[str, nn.Parameter]
+) -> None:
+    if kind == "weights":
+        group.forget_weights()
+        group.entered = False
+        group.bind_weights(place, parameters)
+    elif kind == "sent":
+        group.wait_gathered()
+        assert group.sent is not None  # it was leased
+        group.sent.bind(place)
+    elif kind == "gradients":
+        group.bind_gradients(place)
+    else:
+        group.sums.bind(place)
