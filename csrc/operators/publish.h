@@ -76,7 +76,6 @@ class Publish {
 
  private:
   static constexpr int kBurst = 4;    // tiles of one parameter per turn
-  static constexpr int kWindow = 16;  // parameters in flight that a relay looks at
 
   MM_HD u64 tiles(const PublishParameter& p) const {
     return (p.bytes + tile_bytes_ - 1) / tile_bytes_;
@@ -118,20 +117,25 @@ class Publish {
     return Rules::flags_carry_version ? flag >= s.version : flag != 0;
   }
 
-  // Tiles that have arrived go on at once.
+  // Tiles that have arrived go on at once.  Owners hand over in the order of the round, so of each source only the
+  // first parameter that is not over is polled, and no source hides another one's arrivals: a window of
+  // parameters over all sources would, and leave the link idle.
   MM_HD bool step_relays() {
     bool moved = false;
-    int looked = 0;
-    for (int i = first_open_; i < count_ && looked < kWindow; ++i) {
+    u64 waiting = 0;  // sources (modulo 64) whose next tile has not arrived
+    for (int i = first_open_; i < count_; ++i) {
       const int index = order_[i];
       const PublishParameter& p = parameters_[index];
       PublishState& s = states_[index];
-      if (s.finished || p.node == place_.node) continue;
-      ++looked;
+      const u64 source = u64(1) << (p.node % 64);
+      if (s.finished || p.node == place_.node || (waiting & source) != 0) continue;
       const u64 all = tiles(p);
       const bool passes = place_.next() != p.node;
       for (int n = 0; n < kBurst && s.tiles_seen < all; ++n) {
-        if (!arrived(fabric_.read(layout_.tile_flag(p.first_tile + s.tiles_seen)), s)) break;
+        if (!arrived(fabric_.read(layout_.tile_flag(p.first_tile + s.tiles_seen)), s)) {
+          waiting |= source;
+          break;
+        }
         if (passes && !fabric_.may_put(0)) break;
         if (passes) post(index, s.tiles_seen);
         ++s.tiles_seen;

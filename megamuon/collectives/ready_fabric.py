@@ -1,7 +1,7 @@
-"""The operators of one rank on the host fabric: ready-scheduled AllGatherV, ReduceScatterV, publish.
+"""The operators of one rank on the host fabric: gathers, reductions and publishes as data is ready.
 
-Owns the engine of this rank, the operators over its grid, and where their pools are. A grid is R rows
-(nodes, declared by the shard size) x K columns of data-parallel ranks that share one machine's
+Owns the engine of this rank, the operators over its grid, and where their pools are. A grid is R
+rows (nodes, declared by the shard size) x K columns of data-parallel ranks that share one machine's
 memory. Invariants: all ranks make the same operators at the same places of control memory; a pool
 is opened between two steps, by all ranks alike. Tested by ``tests/distributed/test_ready.py``.
 

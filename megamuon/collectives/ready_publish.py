@@ -1,9 +1,9 @@
 """The cross-step publish by the persistent operator: one stream of tiles down each column.
 
-Owns ``ReadyPublisher``, which has the methods of ``publish.Publisher``.  Invariants: a copy's version
-is the number in the operator's flag, which is raised after the last byte is in place; a
-round begins when this rank's part of the one before is over (see [Note: no staging and no credit] in
-csrc/operators/publish.h for why that is enough between two steps). Source: DMuon-2, section 5.3.
+Owns ``ReadyPublisher``, which has the methods of ``publish.Publisher``.  Invariants: a copy's
+version is the number in the operator's flag, which is raised after the last byte is in place; a
+round begins when this rank's part of the one before is over (see [Note: no staging and no credit]
+in csrc/operators/publish.h for why that is enough between two steps). Source: DMuon-2, section 5.3.
 Tested by ``tests/distributed/test_ready_publish.py`` and the equivalence tests.
 """
 

@@ -1,9 +1,9 @@
 """Which fabric moves a runtime's bytes, and the opening of its symmetric pool.
 
-Owns the choice of a fabric, what is said about it, and the hook that opens the pool. Invariants: all
-ranks choose alike, because a fabric is made by all of them together or by none; a fabric that was
-asked for by name is had or refused, and only an automatic choice falls back to grouped calls, saying
-why. Tested by ``tests/distributed/test_ready_training.py``.
+Owns the choice of a fabric, what is said about it, and the hook that opens the pool. Invariants:
+all ranks choose alike, because a fabric is made by all of them together or by none; a fabric that
+was asked for by name is had or refused, and only an automatic choice falls back to grouped calls,
+saying why. Tested by ``tests/distributed/test_ready_training.py``.
 """
 
 from __future__ import annotations
