@@ -35,8 +35,8 @@ from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.agreement import integers_of_rank_zero
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.engine import Engine
-from megamuon.runtime.fabric import FabricChoice, choose_fabric
 from megamuon.runtime.exchange import PieceExchange, sum_in_order
+from megamuon.runtime.fabric import FabricChoice, choose_fabric
 from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication

@@ -4,9 +4,9 @@ Owns the placement of a group's parameters in one flat buffer and the buffer its
 fusion block starts on 256 bytes and its members follow one another without a gap, so the fused
 weight is a view; releasing shrinks the storage to zero and reviving refills the *same* storage, so
 views that autograd saved come back to life; a buffer that is bound to memory of somebody else (the
-symmetric pool) keeps its address for life, and releasing it says only that others may use the range;
-every write goes through ``raw``, an alias with a version counter of its own, so autograd never sees
-a saved view as modified. Tested by ``tests/runtime/test_buffers.py``.
+symmetric pool) keeps its address for life, and releasing it says only that others may use its
+range; every write goes through ``raw``, an alias with a version counter of its own, so autograd
+never sees a saved view as modified. Tested by ``tests/runtime/test_buffers.py``.
 """
 
 from __future__ import annotations

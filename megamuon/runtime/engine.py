@@ -15,8 +15,8 @@ to backward at any stage: it is needed at both ends of the pass, where a second 
 overtake all others. After a forward without gradients everything is released, but at ZeRO-1.
 
 In the backward pass a group is released when all of its trainable parameters have their gradients:
-every operation that read them has run. A group with
-frozen members has no such sign for those, and waits for the gradients of its module's inputs.
+every operation that read them has run. A group with frozen members has no such sign for those, and
+waits for the gradients of its module's inputs.
 
 A buffer in the symmetric pool shares its range with buffers that were never alive together with it
 in the recorded pass. Where a later pass goes another way, ``leases`` makes room when such a buffer
@@ -196,6 +196,7 @@ class Engine:
         """Start the gather of a group's present weights, once its leaders have them."""
         if self.publication is not None:
             self.publication.wait(group)
+        group.wait_gathered()  # an earlier gather that nobody waited for uses the same memory
         group.weights.revive()
         raw = group.weights.raw
         if group.sent is None:
@@ -209,7 +210,6 @@ class Engine:
         """Gather in the dtype that is sent and widen on arrival, this rank's own segments too: all
         ranks must compute with the same numbers.
         """
-        group.wait_gathered()  # an earlier gather that nobody waited for uses the same memory
         sent.revive()
         group.write_sources(sent.raw)
         work = self.transport.all_gather_v(sent.raw, group.gather_table)
@@ -291,7 +291,7 @@ class Engine:
                 self._reduce(self.groups[index])
 
     def _release_unread(self, group: LayerGroup) -> None:
-        """All gradients of ``group`` are there: drop its weights, unless frozen ones may be read."""
+        """All gradients of ``group`` are there: drop its weights, unless frozen ones are read."""
         if not group.has_frozen or group.index in self._inputs_done:
             group.release_weights()
 

@@ -3,11 +3,13 @@
 Owns the choice of a fabric, what is said about it, and the hook that opens the pool. Invariants:
 all ranks choose alike, because a fabric is made by all of them together or by none; a fabric that
 was asked for by name is had or refused, and only an automatic choice falls back to grouped calls,
-saying why. Tested by ``tests/distributed/test_ready_training.py``.
+saying why. Tested by ``tests/distributed/test_ready_training.py`` and
+``tests/distributed/test_ready_failures.py``.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,18 +18,20 @@ import torch.distributed as dist
 
 from megamuon.collectives import CollectiveError
 from megamuon.collectives.host_library import CODE_VERSION
-from megamuon.collectives.ready import ReadyReducer
+from megamuon.collectives.ready import ReadyReducer, ReadyTransport
 from megamuon.collectives.ready_fabric import ReadyFabric, ReadySettings
 from megamuon.matrices import Layout
 from megamuon.mesh import Mesh, MeshError
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.agreement import exchange_pool
 from megamuon.runtime.config import RuntimeConfig
+from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import PoolRecording
 from megamuon.runtime.runtime import Runtime
 
 MIB = 1 << 20
+LOOSE = "of loose parameters"  # the name of the group that has none
 
 
 @dataclass(kw_only=True)
@@ -75,13 +79,14 @@ def _choose(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> FabricChoice:
-    if mesh.data_parallel_size == 1:
-        return FabricChoice(reason="one data-parallel rank: nothing moves between ranks")
-    if device.type == "cuda" or config.fabric == "nccl":
+    alone = mesh.data_parallel_size == 1
+    if config.fabric == "nccl" or (device.type == "cuda" and not alone):
         reason = device_reason(device)
         if config.fabric != "auto":
             raise MeshError(f"--fabric {config.fabric}: {reason}; use --collectives grouped")
         return FabricChoice(reason=reason)
+    if alone:
+        return FabricChoice(reason="one data-parallel rank: nothing moves between ranks")
     settings = ReadySettings(
         slots=config.ring_slots,
         chunk_bytes=config.chunk_bytes,
@@ -148,7 +153,7 @@ class PoolOpener:
         if not self.recording.step_done():
             return False
         plan = self.recording.plan()
-        self._compare_settings()
+        self._compare(plan)
         try:
             memory = self.fabric.open(max(plan.total, 1))
         except CollectiveError as error:
@@ -159,23 +164,32 @@ class PoolOpener:
             )
             return True
         self.runtime.open_pool(plan, memory)
+        transport = self.runtime.engine.transport
         for group in self.runtime.groups:
+            if isinstance(transport, ReadyTransport):
+                transport.name_group(group.gather_table, _name(group))
             if group.index in plan.windows:
                 dtypes = {
                     group.leased[kind].raw.dtype
                     for kind in ("gradients", "accumulated")
                     if (kind, group.index) in plan.offsets
                 }
-                self.reducer.pool(group.reduce_table, plan.windows[group.index], dtypes)
+                window = plan.windows[group.index]
+                self.reducer.pool(group.reduce_table, window, dtypes, name=_name(group))
         self.choice.lines.extend(self._report(plan))
         return True
 
-    def _compare_settings(self) -> None:
-        settings = self.fabric.settings
-        exchange_pool(
-            {"code": str(CODE_VERSION), **{k: str(v) for k, v in vars(settings).items()}},
-            self.group,
-        )
+    def _compare(self, plan: PoolPlan) -> None:
+        """What the operators are told must be the same everywhere: they trust it from here on.
+        Raises PlanMismatchError on all ranks where it is not.
+        """
+        settings = {name: str(value) for name, value in vars(self.fabric.settings).items()}
+        wire = self.reducer.fallback.wire_dtype
+        tables = {
+            f"tables of {_name(group)!r}": _digest(group, plan, wire)
+            for group in self.runtime.groups
+        }
+        exchange_pool({"code": str(CODE_VERSION), **settings, **tables}, self.group)
 
     def _report(self, plan: PoolPlan) -> Sequence[str]:
         kinds = ", ".join(
@@ -186,8 +200,22 @@ class PoolOpener:
             f" {len(self.runtime.groups) - len(plan.excluded)} of {len(self.runtime.groups)} groups"
         ]
         lines += [
-            f"symmetric pool: group {name or 'of loose parameters'!r} stays with grouped calls:"
-            f" {reason}"
+            f"symmetric pool: group {name or LOOSE!r} stays with grouped calls: {reason}"
             for name, reason in self.runtime.left_out_of_pool().items()
         ]
         return lines
+
+
+def _name(group: LayerGroup) -> str:
+    return group.name or LOOSE
+
+
+def _digest(group: LayerGroup, plan: PoolPlan, wire: torch.dtype) -> str:
+    """Of a group's tables, what its buffers hold and where its windows lie: equal on all ranks."""
+    facts = (
+        group.gather_table.segments,
+        group.reduce_table,
+        sorted((kind, str(buffer.raw.dtype)) for kind, buffer in group.leased.items()),
+        (str(wire), str(group.window.dtype), plan.windows.get(group.index)),
+    )
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

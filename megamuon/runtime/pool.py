@@ -1,19 +1,20 @@
 """Who may share memory with whom: the record of a micro-batch and the plan of the symmetric pool.
 
 Owns leases, events, their recorder, and the plan that gives each lease its place; pure integers, no
-tensors and no ranks. Invariants: two leases that were ever live together in the recorded cycle never
-overlap; equal inputs give an equal plan, whatever the rank. Tested by ``tests/runtime/test_pool.py``.
+tensors and no ranks. Invariants: two leases that were ever live together in the recorded cycle
+never overlap; equal inputs give an equal plan, whatever the rank. Tested by
+``tests/runtime/test_pool.py``.
 
 [Note: one cycle]
 
-Memory that transfers read and write must lie at the same offset on all ranks, for life, so it cannot
-come from an allocator that decides anew each time. But a training step repeats: a lease (one kind of
-buffer of one layer group) that was never live together with another one will not be later. So what
-comes alive and what is released is recorded, from the end of the first micro-batch to the end of the
-first step after a whole recorded one. That stretch is read as a cycle: what is live at its end is live
-at its start. Each lease gets one offset; leases that were live together get disjoint ranges, others
-may share. The record may hold more than one cycle, or an evaluation: a forward without gradients
-adds conflicts and takes none away.
+Memory that transfers read and write must lie at the same offset on all ranks, for life, so it
+cannot come from an allocator that decides anew each time. But a training step repeats: a lease (one
+kind of buffer of one layer group) that was never live together with another one will not be later.
+So what comes alive and what is released is recorded, from the end of the first micro-batch to the
+end of the first step after a whole recorded one. That stretch is read as a cycle: what is live at
+its end is live at its start, and the other way round. Each lease gets one offset; leases that were
+live together get disjoint ranges, others may share. The record may hold more than one cycle, or an
+evaluation: a forward without gradients adds conflicts and takes none away.
 """
 
 from __future__ import annotations

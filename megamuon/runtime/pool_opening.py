@@ -2,9 +2,9 @@
 
 Owns ``PoolRecording`` (watches all buffers, and makes the plan that all ranks agree on),
 ``open_pool`` (moves buffers, parameters, slots and windows into the memory of the pool) and
-``OpenPool`` (which ranges are in use). Invariants: a pooled buffer never changes its address; no two
-live buffers overlap; making room never issues, drops or reorders a collective, so ranks may do it
-differently. Tested by ``tests/runtime/test_pool.py``.
+``OpenPool`` (which ranges are in use). Invariants: a pooled buffer never changes its address; no
+two live buffers overlap; making room never issues, drops or reorders a collective, so ranks may do
+it differently. Tested by ``tests/distributed/test_pool.py`` and ``tests/runtime/test_pool.py``.
 
 [Note: room in the pool]
 
@@ -13,8 +13,8 @@ Ranks and later passes may differ: a skipped branch leaves a gathered group that
 gradients that wait for a group that never becomes ready. So before a buffer comes alive, whatever
 overlaps it makes room: a reduction or a gather in flight is waited for, weights that nobody has
 entered and gradients that wait are set aside on the heap until they are used. All of that costs
-time, none of it a result. Only weights in use cannot move, because autograd has saved views of them:
-that is an error.
+time and changes no result. Only weights in use cannot move, because autograd has saved views of
+them: that is an error.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Memory(Protocol):
 
 class PoolRecording:
     """Watches a runtime's buffers from the end of its first micro-batch to the first step after a
-    whole recorded one.
+    whole recorded one. Where the first micro-batch kept its gradients on the rank, one that does so
+    must be among the recorded: it holds more at a time than one that reduces.
 
     Evaluations in between are recorded as well: they add conflicts and take none away. ``group``
     has the ranks that will share the pool (None: one rank), in ``rows`` rows.
@@ -69,7 +70,8 @@ class PoolRecording:
         self.rows = rows
         self.recorder = Recorder()
         self.complete = False
-        self._whole = 0  # recorded micro-batches
+        self._first_kept = False  # the first micro-batch kept its gradients on the rank
+        self._recorded: set[bool] = set()  # of which micro-batches there are whole records
         self._received: dict[int, set[str]] = {group.index: set() for group in engine.groups}
         engine.hold_slots = True
 
@@ -77,10 +79,12 @@ class PoolRecording:
         """A backward pass has ended."""
         if self.complete:
             return
+        kept = self.engine.accumulated
         if not self.recorder.on:
+            self._first_kept = kept
             self._start()
             return
-        self._whole += 1
+        self._recorded.add(kept)
         for group in self.engine.groups:
             self._received[group.index] |= group.touched
 
@@ -95,7 +99,7 @@ class PoolRecording:
 
     def step_done(self) -> bool:
         """An update has ended: whether the record is complete, the same on all ranks."""
-        if not self.complete and self._whole:
+        if not self.complete and self._recorded and self._first_kept in {False, *self._recorded}:
             self.complete = True
             self.recorder.stop()
             for group in self.engine.groups:
@@ -288,7 +292,6 @@ def _bind(
 ) -> None:
     if kind == "weights":
         group.forget_weights()
-        group.entered = False
         group.bind_weights(place, parameters)
     elif kind == "sent":
         group.wait_gathered()

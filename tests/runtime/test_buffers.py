@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -77,3 +78,51 @@ def test_writes_through_raw_are_invisible_to_autograd() -> None:
         assert "modified by an inplace operation" in str(error)
     else:
         raise AssertionError("torch no longer counts this write: the rule can go")
+
+
+def test_a_bound_buffer_keeps_its_address_and_its_holder_is_told() -> None:
+    buffer = FlatBuffer(place(PARAMETERS, 4), torch.float32, torch.device("cpu"))
+    memory = torch.full((buffer.raw.numel() + 8,), 7.0)
+    with pytest.raises(ValueError, match="cannot live in"):
+        buffer.bind(memory)
+    buffer.bind(memory[8:])
+    told: list[bool] = []
+    buffer.watch = told.append
+    assert not buffer.alive and buffer.resident_bytes == 0
+    # A view of a released buffer can be made, and reads what the range holds, whoever wrote it.
+    weight = nn.Parameter(torch.zeros(5, 3))
+    weight.data = buffer.raw_view("o", (5, 3))
+    assert told == [] and bool((weight == 7).all())
+    version = weight._version
+    for value in (1.0, 2.0):
+        buffer.revive()
+        buffer.revive()
+        buffer.raw.fill_(value)
+        assert bool((weight == value).all()) and bool((memory[:8] == 7).all())
+        assert buffer.raw.data_ptr() == memory[8:].data_ptr() and buffer.resident_bytes == 0
+        buffer.release()
+        buffer.release()
+    assert told == [True, False, True, False]
+    assert weight._version == version and memory.untyped_storage().nbytes() == memory.nbytes
+
+
+def test_contents_that_were_set_aside_come_back() -> None:
+    for bound in (False, True):
+        buffer = FlatBuffer(place(PARAMETERS, 4), torch.float32, torch.device("cpu"))
+        if bound:
+            buffer.bind(torch.zeros(buffer.raw.numel()))
+            buffer.revive()
+        told: list[bool] = []
+        buffer.watch = told.append
+        buffer.raw.fill_(3.0)
+        buffer.set_aside()
+        assert not buffer.alive and told == [False] and buffer.resident_bytes == buffer.nbytes
+        if bound:
+            buffer.raw.fill_(float("nan"))  # somebody else lives there now
+        buffer.revive()
+        assert bool((buffer.raw == 3).all()) and told == [False, True]
+        assert buffer.resident_bytes == (0 if bound else buffer.nbytes)
+        buffer.set_aside()
+        buffer.release()  # forgets them
+        buffer.raw_piece("o", 0, 15)  # making a view revives nothing
+        assert told == [False, True, False] and buffer.resident_bytes == 0

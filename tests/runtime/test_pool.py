@@ -19,6 +19,8 @@ from megamuon.models.config import RecomputeConfig
 from megamuon.models.gpt import DecoderLayer
 from megamuon.runtime import Runtime, RuntimeConfig, shard
 from megamuon.runtime.buffers import ALIGNMENT
+from megamuon.runtime.engine import Engine
+from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.pool import (
     KINDS,
     Event,
@@ -154,6 +156,17 @@ def test_what_is_live_at_the_end_is_live_at_the_start() -> None:
     assert plan.overlaps[("weights", 1)] == ()
 
 
+def test_what_is_live_at_the_start_meets_what_is_live_at_the_end() -> None:
+    """The first comes alive again outside the record, while the second one lives."""
+    leases = [Lease(kind="gradients", group=group, nbytes=1) for group in (0, 1)]
+    events = [
+        Event(kind="gradients", group=0, acquire=False),
+        Event(kind="gradients", group=1, acquire=True),
+    ]
+    plan = plan_pool(leases, events, [("gradients", 0)], windows={}, excluded={})
+    assert plan.overlaps[("gradients", 0)] == ()
+
+
 def test_excluded_groups_get_no_place() -> None:
     leases = [Lease(kind="weights", group=group, nbytes=10) for group in (0, 1)]
     plan = plan_pool(leases, [], [], windows={0: 8, 1: 8}, excluded={1: "a reason"})
@@ -185,6 +198,7 @@ class Run:
     freeze: tuple[str, ...] = ()
     orders: tuple[tuple[int, ...], ...] = ()  # of Stack's blocks, step by step
     steps: int = 5
+    skip: tuple[int, ...] = ()  # steps whose gradients are infinite
     evaluate: bool = True
 
     def model(self) -> torch.nn.Module:
@@ -210,8 +224,7 @@ def trained(run: Run, *, pooled: bool) -> tuple[Runtime, list[Tensor], Opening |
     config = RuntimeConfig(unit_threshold=50, zero_stage=run.zero_stage, **run.settings)
     runtime = shard(run.model(), layers=(DecoderLayer, Block), config=config)
     opening = Opening(runtime) if pooled else None
-    if pooled:
-        make_late(runtime.engine)
+    late = False
     losses: list[Tensor] = []
     for step in range(run.steps):
         count = run.grown if run.grown and step > 1 else run.micro_batches
@@ -219,9 +232,12 @@ def trained(run: Run, *, pooled: bool) -> tuple[Runtime, list[Tensor], Opening |
             waits = run.once and index < count - 1
             with runtime.accumulate() if waits else nullcontext():
                 loss = run.loss(runtime.model, step * run.micro_batches + index)
-                loss.backward()
+                (loss * (float("inf") if step in run.skip else 1)).backward()
             losses.append(loss.detach())
         runtime.step(0.02, 0.1)
+        if runtime.opened is not None and not late:
+            late = True
+            make_late(runtime.engine)
         if run.evaluate:
             with torch.no_grad():
                 losses.append(run.loss(runtime.model, 77))
@@ -238,14 +254,14 @@ RUNS = {
     "micro-batches": Run(micro_batches=3),
     "micro-batches, one reduction": Run(micro_batches=3, once=True),
     "micro-batches, one reduction, BF16": Run(micro_batches=3, once=True, settings=HALF),
-    "micro-batches, one reduction, BF16, ZeRO-1": Run(
+    "two micro-batches, one reduction": Run(micro_batches=2, once=True),
+    "two micro-batches, one reduction, BF16, ZeRO-1": Run(
         micro_batches=2, once=True, settings=HALF, zero_stage=1
     ),
     "more micro-batches than recorded": Run(grown=3),
     "more micro-batches than recorded, one reduction": Run(grown=3, once=True),
-    "more micro-batches than recorded, one reduction, BF16": Run(
-        grown=3, once=True, settings=HALF
-    ),
+    "more micro-batches than recorded, one reduction, BF16": Run(grown=3, once=True, settings=HALF),
+    "skipped step": Run(zero_stage=1, skip=(1, 3), evaluate=False),
     "recompute": Run(recompute=True),
     "recompute, ZeRO-2": Run(recompute=True, zero_stage=2),
     "frozen layer": Run(freeze=("layers.1.",)),
@@ -263,6 +279,13 @@ RUNS = {
     "layers out of order, narrow gathers": Run(
         steps=6, settings=NARROW, orders=((0, 1, 2), (0, 1, 2), (2, 0, 1), (0, 2))
     ),
+    "layers skipped, one reduction, BF16": Run(
+        steps=6,
+        settings=HALF,
+        micro_batches=3,
+        once=True,
+        orders=((0, 1, 2), (0, 1, 2), (0, 1), (0, 2)),
+    ),
     "layer skipped from the start": Run(steps=6, orders=((0, 2),)),
 }
 
@@ -273,7 +296,7 @@ def test_training_in_the_pool_gives_the_same_bits(name: str) -> None:
     plain, wanted, _ = trained(run, pooled=False)
     runtime, losses, opening = trained(run, pooled=True)
     assert runtime.opened is not None and opening is not None
-    assert opening.steps == (2 if run.micro_batches == 1 else 1)
+    assert opening.steps == (1 if run.micro_batches > 2 else 2)
     assert runtime.pool is None and runtime.engine.micro_batch_done is None
     assert all(map(torch.equal, losses, wanted))
     assert torch.stack(losses).isfinite().all()
@@ -313,7 +336,9 @@ def test_gradients_are_still_born_in_their_slots() -> None:
 
 def test_the_record_rules_out_no_regular_pass() -> None:
     """Copies out of the way are for passes that nobody has recorded."""
-    for name in ("ZeRO-3", "ZeRO-2", "ZeRO-1", "micro-batches", "frozen layer", "recompute"):
+    regular = [name for name, run in RUNS.items() if not (run.orders or run.grown)]
+    assert len(regular) > 12
+    for name in regular:
         runtime, _, _ = trained(RUNS[name], pooled=True)
         assert runtime.opened.bytes_set_aside == 0, name
     runtime, _, _ = trained(RUNS["layers out of order"], pooled=True)
@@ -336,7 +361,7 @@ def test_a_pass_that_raises_leaves_nothing_in_the_way(zero_stage: int) -> None:
     finals = []
     for pooled in (False, True):
         runtime, _, _ = trained(run, pooled=pooled)
-        block = runtime.model.blocks[1]
+        block = runtime.model.blocks[2]  # whose range the first one shares
 
         def fail(*_: object) -> None:
             raise KeyError("stop")
@@ -426,6 +451,29 @@ def test_weights_in_use_raise_and_name_the_remedy() -> None:
     assert "--collectives grouped" in str(raised.value)
 
 
+def test_a_reduction_in_flight_is_waited_for() -> None:
+    """Its slots lie where a gather must go, and are read at the latest moment."""
+    run = Run(steps=3, orders=((0, 1, 2),))
+    plain, _, _ = trained(run, pooled=False)
+    run.loss(plain.model, 9).backward()
+    plain.engine.finish_reductions()
+    moved = set()
+    for number in range(len(plain.groups)):
+        runtime, _, _ = trained(run, pooled=True)
+        pool, group = runtime.opened, runtime.groups[number]
+        run.loss(runtime.model, 9).backward()
+        over = {key for key in pool.plan.overlaps["weights", number] if key in pool.live}
+        assert all(key[0] == "gradients" and runtime.groups[key[1]].reducing for key in over)
+        runtime.engine.gather(group)
+        group.wait_gathered()
+        assert not over & pool.live
+        moved |= over
+        runtime.engine.finish_reductions()
+        for got, wanted in zip(runtime.groups, plain.groups, strict=True):
+            assert torch.equal(got.window, wanted.window)
+    assert moved and runtime.opened.bytes_set_aside == 0
+
+
 def test_a_prefetch_without_room_is_left_for_later() -> None:
     runtime, _, _ = trained(Run(steps=3, orders=((0, 1, 2),)), pooled=True)
     pool, engine, groups = runtime.opened, runtime.engine, runtime.groups
@@ -469,3 +517,26 @@ def test_the_pool_opens_only_where_it_fits_and_between_steps() -> None:
         Run().loss(runtime.model, 0).backward()
     with pytest.raises(RuntimeError, match="between two steps"):
         runtime.open_pool(plan, PlainMemory(plan.total))
+
+
+def test_slots_and_sums_that_were_set_aside_are_added_up_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever waits for its reduction may be moved at any time."""
+    run = RUNS["micro-batches, one reduction, BF16"]
+    plain, wanted, _ = trained(run, pooled=False)
+    fold, moved = Engine._fold, []
+
+    def moving(engine: Engine, group: LayerGroup) -> None:
+        for buffer in (group.gradients, group.sums):
+            if buffer.bound and buffer.alive:
+                buffer.set_aside()
+                moved.append(group.index)
+        fold(engine, group)
+
+    monkeypatch.setattr(Engine, "_fold", moving)
+    runtime, losses, _ = trained(run, pooled=True)
+    assert len(set(moved)) == len(runtime.groups)
+    assert all(map(torch.equal, losses, wanted))
+    weights = dict(runtime.full_parameters())
+    assert all(torch.equal(weights[n], whole) for n, whole in plain.full_parameters())
