@@ -161,6 +161,14 @@ class HostFabric {
   }
   bool holds_back() const { return !late_.empty(); }
 
+  // Nanoseconds until poll() has something to deliver; the largest number if it holds nothing back.
+  u64 held_for() const {
+    u64 due = ~u64(0);
+    for (const Late& late : late_) due = std::min(due, late.due);
+    const u64 now = late_.empty() ? 0 : now_ns();
+    return due > now ? due - now : 0;
+  }
+
   // Wake the ranks whose words were raised since the last call.
   void flush() {
     if (!any_dirty_) return;

@@ -1,14 +1,15 @@
 """What the benches share: ranks on this machine, counted collectives, a look at the load.
 
-Owns ``run_bench_ranks`` (processes of one Gloo group), ``count_collectives`` and ``warn_if_busy``.
-Invariant: bytes and calls are counted by wrapping the calls that move them, never computed from a
-plan. Tested by ``tests/tools/test_bench_common.py``.
+Owns ``run_bench_ranks`` (processes of one Gloo group), ``count_collectives``, ``warn_if_busy`` and
+``machine_facts``. Invariant: bytes and calls are counted by wrapping the calls that move them,
+never computed from a plan. Tested by ``tests/tools/test_bench_common.py``.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import platform
 import queue
 import sys
 import traceback
@@ -68,6 +69,22 @@ def warn_if_busy() -> None:
     cores = os.cpu_count() or 1
     if load > 0.7 * cores:
         print(f"note: load {load:.1f} on {cores} cores; times are too high", file=sys.stderr)
+
+
+def machine_facts() -> dict[str, Any]:
+    """What times depend on, for the files that hold them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": torch.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }
 
 
 def _main(
