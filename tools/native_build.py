@@ -28,22 +28,22 @@ def _library_build() -> ModuleType:
     return module
 
 
-def build_driver(source: Path, flags: Sequence[str] = ("-O2",)) -> Path:
+def build_driver(source: Path, flags: Sequence[str] = ("-O2",), also: Sequence[Path] = ()) -> Path:
     """The program of one ``.cpp`` file, built if it is missing or older than a header or itself.
 
-    ``flags`` come after ``-std=c++17 -pthread``.  Raises RuntimeError with what the compiler said,
-    or with how to get a compiler where there is none.
+    ``flags`` come after ``-std=c++17 -pthread``; ``also``: further files of the program.  Raises
+    RuntimeError with what the compiler said, or with how to get a compiler where there is none.
     """
     build = _library_build()
     tag = hashlib.sha256(" ".join(flags).encode()).hexdigest()[:8]
     program = DRIVERS / f"{source.stem}-{tag}"
     headers = {*build.sources_of({".h"}, ROOT), *source.parent.glob("*.h")}
-    if not build.is_stale(program, [source, *headers]):
+    if not build.is_stale(program, [source, *also, *headers]):
         return program
     DRIVERS.mkdir(parents=True, exist_ok=True)
     half_made = program.with_suffix(f".{os.getpid()}")
     command = [*build.find_cxx().split(), "-std=c++17", "-pthread", *flags]
-    command += [str(source), "-o", str(half_made), "-lrt"]
+    command += [*map(str, (source, *also)), f"-I{ROOT / 'csrc'}", "-o", str(half_made), "-lrt"]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
         half_made.unlink(missing_ok=True)

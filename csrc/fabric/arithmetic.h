@@ -4,7 +4,7 @@
 // operation rounds once, in the dtype that Sum names, so a build must not contract or reassociate
 // (no -ffast-math); the result does not depend on how the elements are cut into blocks.  The loops are
 // plain enough for g++ -O3 to vectorise.  Tested by csrc/tests/chaos.cpp against sums of one element at a time,
-// and by tests/collectives/test_host_library.py against torch.
+// and by tests/distributed/test_ready.py against sums in torch.
 #pragma once
 #include "fabric.h"
 
