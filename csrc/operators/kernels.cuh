@@ -1,17 +1,19 @@
 // The operators as kernels: thread groups that step the same state machines as the host.
 //
-// Owns the launch of one call at one place (or at all places of a loopback): which block serves which queues, when
-// a call is over, what is carried to the next one, what a failure leaves behind.  Invariants: cursors and the
-// count of finished groups are stored once per call and never reset; a group that waits looks at the abort
-// word and the deadline; the last group of a seat leaves for all.  Source: DMuon-2, appendix C.2.  Compiled
-// by `make device-compile`; checked on a GPU by tools/gpu_checks.sh.
+// Owns the launch of one call at one place (or at all places of a loopback): which block serves
+// which queues, when a call is over, what is carried to the next one, what a failure leaves behind.
+// Invariants: cursors and the count of finished groups are stored once per call and never reset; a
+// group that waits looks at the abort word and the deadline; the last group of a seat leaves for
+// all.  Source: DMuon-2, appendix C.2.  Compiled by `make device-compile`; checked on a GPU by
+// tools/gpu_checks.sh.
 //
 // [Note: pipelines]
 //
-// A queue is served by one group, so a communicator of few nodes would use few blocks.  A call is therefore cut
-// into P pipelines: each is the whole operator again, with its own control memory, on every P-th chunk of
-// each queue (split_table).  P * G <= 16 blocks, G groups per pipeline.  A table that takes the star path uses one
-// block: one group of pipeline 0.  Calls are counted alike in all pipelines, so an epoch may skip some.
+// A queue is served by one group, so a communicator of few nodes would use few blocks.  A call is
+// therefore cut into P pipelines: each is the whole operator again, with its own control memory, on
+// every P-th chunk of each queue (split_table).  P * G <= 16 blocks, G groups per pipeline.  A
+// table that takes the star path uses one block: one group of pipeline 0.  Calls are counted alike
+// in all pipelines, so an epoch may skip some.
 //
 // A *seat* is one pipeline of the operator at one place.
 #pragma once
@@ -23,7 +25,9 @@
 #include "../fabric/device_group.cuh"
 
 // The operators are functions for the host too; fabrics of this file exist on the GPU alone.
+#ifdef __CUDACC__
 #pragma nv_diag_suppress 20011, 20012, 20013, 20014, 20015
+#endif
 
 namespace megamuon {
 
@@ -39,21 +43,24 @@ struct Seat {
   ControlLayout layout;
   TableView table;  // in the GPU's memory
   SeatState* state;
-  int number;  // of the place, for reports
+  int number;    // of the place, for reports
+  int pipeline;
 };
 
 struct Call {
   int operation;  // the operator's number, and its table's
   int table;
   int groups;     // G, of each seat
-  u64 epoch, arrivals_before;
+  u64 epoch;
+  u64 arrivals_before, later_arrivals_before;  // of a seat of pipeline 0, and of the others
   u64 base, window_base;
   double divisor;
   bool first;
 };
 
-// What a block keeps in shared memory.  The seat is copied there because the leader reads it at every turn, and what
-// it reads of the GPU's memory after an acquire comes from the second-level cache.
+// What a block keeps in shared memory.  The seat is copied there because the leader reads it at
+// every turn, and what it reads of the GPU's memory after an acquire comes from the second-level
+// cache.
 struct Workspace {
   Group group;
   alignas(16) unsigned char seat_memory[sizeof(Seat)];
@@ -61,7 +68,7 @@ struct Workspace {
 
   __device__ const Seat& seat() const { return *reinterpret_cast<const Seat*>(seat_memory); }
 
-  // All threads of the block, before they part; run_group has the barrier that follows.
+  // All threads of the block, before they part; Group::run has the barrier that follows.
   __device__ void take(const Seat& from) {
     if (threadIdx.x != 0) return;
     Seat* own = reinterpret_cast<Seat*>(seat_memory);
@@ -80,7 +87,8 @@ inline GroupTable split_table(const GroupTable& table, int pipelines, int pipeli
     part.first[q] = part.chunks.size();
     if (table.star && pipeline > 0) continue;
     const u64 step = table.star ? 1 : u64(pipelines);
-    for (u64 i = table.first[q] + u64(table.star ? 0 : pipeline); i < table.first[q + 1]; i += step) {
+    const u64 start = table.first[q] + u64(table.star ? 0 : pipeline);
+    for (u64 i = start; i < table.first[q + 1]; i += step) {
       part.chunks.push_back(table.chunks[i]);
     }
   }
@@ -101,8 +109,10 @@ __device__ void diagnose(Fabric& fabric, const Seat& seat, const QueueState& s, 
   failure.count = count, failure.delivered = s.delivered, failure.forwarded = s.forwarded;
   failure.acknowledged = s.acknowledged;
   const bool star = seat.table.star;
-  // All-gather: queue q brings chunks unless it is the own one.  Reduction: the own one finishes what arrives.
-  const bool receives = nodes > 1 && (reduces ? own || (!star && seat.place.previous() != q) : !own);
+  // All-gather: queue q brings chunks unless it is the own one.  Reduction: the own one finishes
+  // what arrives.
+  const bool receives =
+      nodes > 1 && (reduces ? own || (!star && seat.place.previous() != q) : !own);
   if (receives && !(star && own)) {
     failure.arrived = star ? fabric.read(layout.star_arrived(q)) - s.star_received
                            : fabric.read(layout.arrived(q)) - s.received;
@@ -156,7 +166,8 @@ __device__ void serve_queues(Fabric& fabric, Operator& op, const Seat& seat, con
   // What this group did comes before what the last group says, whichever it is.
   fence_system();
   const u64 before = atomicAdd(reinterpret_cast<unsigned long long*>(&seat.state->arrivals), 1ull);
-  if (before + 1 != call.arrivals_before + u64(groups)) return;
+  const u64 expected = seat.pipeline == 0 ? call.arrivals_before : call.later_arrivals_before;
+  if (before + 1 != expected + u64(groups)) return;
   fence_system();
   op.leave();
   patience.moved();
@@ -178,11 +189,11 @@ __device__ __forceinline__ QueueState* load_queues(const Seat& seat, Group& memo
 }
 
 // --- kernels -------------------------------------------------------------------------------------
-// A Site says for a block: const Seat& seat(block), int group(block), Fabric fabric(block, place, group number, group);
-// `place` is the seat's, in shared memory.  Sums need more registers than copies: one block per multiprocessor, not two.
+// A Site says for a block: const Seat& seat(block), int group(block), Fabric fabric(block, place,
+// group number, group); `place` is the seat's, in shared memory.
 
 template <class Site>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads)
     all_gather_kernel(const __grid_constant__ Site site, const __grid_constant__ Call call) {
   __shared__ Workspace space;
   space.take(site.seat(blockIdx.x));
@@ -190,8 +201,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int group = site.group(blockIdx.x);
   auto fabric = site.fabric(blockIdx.x, seat.place, group, space.group);
   using Fabric = decltype(fabric);
-  run_group(
-      space.group,
+  space.group.run(
       [&] {
         QueueState* queues = load_queues(seat, space.group, group, call.groups);
         AllGather<Fabric> op(fabric, seat.layout, seat.place);
@@ -211,8 +221,7 @@ __global__ void __launch_bounds__(kThreads)
   const int group = site.group(blockIdx.x);
   auto fabric = site.fabric(blockIdx.x, seat.place, group, space.group);
   using Fabric = decltype(fabric);
-  run_group(
-      space.group,
+  space.group.run(
       [&] {
         QueueState* queues = load_queues(seat, space.group, group, call.groups);
         ReduceScatter<Fabric> op(fabric, seat.layout, seat.place);
@@ -238,15 +247,14 @@ struct Round {
 
 // One round at one place, one block.
 template <class Site>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads)
     publish_kernel(const __grid_constant__ Site site, const __grid_constant__ Round round) {
   __shared__ Workspace space;
   space.take(site.seat(blockIdx.x));
   const Seat& seat = space.seat();
   auto fabric = site.fabric(blockIdx.x, seat.place, 0, space.group);
   using Fabric = decltype(fabric);
-  run_group(
-      space.group,
+  space.group.run(
       [&] {
         PublishState* states = round.states + seat.number * round.state_stride;
         Publish<Fabric> op(fabric, seat.layout, seat.place, round.parameters, states,
@@ -280,7 +288,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       [&](const Order& order, int worker) { fabric.template work<false>(order, worker); });
 }
 
-// A task of an own parameter, in the order of a stream: what the stream wrote before is what gets sent.
+// A task of an own parameter, in the order of a stream: what the stream wrote before is what gets
+// sent.
 static __global__ void publish_task_kernel(char* control, ControlLayout layout, u64 index,
                                            int parameter) {
   *reinterpret_cast<volatile u64*>(control + layout.task(index % u64(layout.parameters))) =
@@ -289,29 +298,57 @@ static __global__ void publish_task_kernel(char* control, ControlLayout layout, 
   store_release(control + layout.task_tail(), index + 1);
 }
 
-// Holds a stream until each parameter has arrived in its version.  One thread.
-static __global__ void publish_wait_kernel(const char* control, ControlLayout layout,
-                                           const int* which, const u64* version, int count,
-                                           int operation, int place, Watch watch) {
+// Part of what a stream waits for; a launch carries it, so nothing has to be allocated or copied
+// for it.
+struct WaitList {
+  static constexpr int kMost = 64;
+  int operation, place, count;
+  int which[kMost];
+  u64 version[kMost];
+};
+
+#ifdef __CUDACC__
+// Holds a stream until each parameter of the list has arrived in its version.  One thread.
+static __global__ void publish_wait_kernel(const char* control,
+                                           const __grid_constant__ ControlLayout layout,
+                                           const __grid_constant__ WaitList list,
+                                           const __grid_constant__ Watch watch) {
   Patience patience(watch);
-  for (int i = 0; i < count;) {
-    const u64 seen = load_acquire(control + layout.parameter_flag(which[i]));
-    if (seen >= version[i]) {
+  for (int i = 0; i < list.count;) {
+    const u64 seen = load_acquire(control + layout.parameter_flag(list.which[i]));
+    if (seen >= list.version[i]) {
       ++i;
       patience.moved();
     } else if (!patience.wait()) {
       if (!patience.first_to_fail()) return;
       Failure failure{};
-      failure.operation = operation, failure.table = which[i], failure.place = place;
+      failure.operation = list.operation, failure.table = list.which[i], failure.place = list.place;
       failure.queue = -1, failure.column = -1;
-      failure.epoch = version[i], failure.delivered = seen, failure.waits_for = Wait::arrival;
+      failure.epoch = list.version[i], failure.delivered = seen;
+      failure.waits_for = Wait::arrival;
       patience.report(failure);
       return;
     }
   }
 }
 
-// Why a kernel gave up, for people.  `operation` and `table`: the names of what the numbers stand for.
+inline void launch_publish_wait(const char* control, const ControlLayout& layout, int operation,
+                                int place, int count, const int* which, const u64* version,
+                                const Watch& watch, cudaStream_t stream) {
+  for (int start = 0; start < count; start += WaitList::kMost) {
+    WaitList list{};
+    list.operation = operation, list.place = place;
+    list.count = count - start < WaitList::kMost ? count - start : WaitList::kMost;
+    for (int i = 0; i < list.count; ++i) {
+      list.which[i] = which[start + i], list.version[i] = version[start + i];
+    }
+    publish_wait_kernel<<<1, 1, 0, stream>>>(control, layout, list, watch);
+  }
+}
+#endif
+
+// Why a kernel gave up, for people.  `operation` and `table`: the names of what the numbers stand
+// for.
 inline std::string describe(const Failure& f, const std::string& operation,
                             const std::string& table) {
   static const char* const kWaits[] = {"nothing",         "a place of the node to enter",
@@ -320,7 +357,7 @@ inline std::string describe(const Failure& f, const std::string& operation,
                                        "an own parameter to be handed over"};
   std::string text = operation + ", " + table + ", place " + std::to_string(f.place) + ", epoch " +
                      std::to_string(f.epoch) +
-                     (f.aborted ? ": aborted while it waited for " : ": no progress, waiting for ") +
+                     (f.aborted ? ": aborted, waiting for " : ": no progress, waiting for ") +
                      kWaits[int(f.waits_for)];
   if (f.column >= 0) text += " (column " + std::to_string(f.column) + ")";
   if (f.queue >= 0) {

@@ -1,0 +1,302 @@
+// The operators of the device library: tables on the GPU, launches, the publish of a rail.
+//
+// Owns what a call is given: epochs, counts of finished groups, contexts and counters of each
+// operator.  Invariants: a table is copied to the GPU once; a call allocates and copies nothing;
+// all ranks derive the same pipelines and groups.  Compiled by `make device-compile`; no run on
+// several GPUs yet.
+#pragma once
+#include "device_fabric.cuh"
+
+#include "../fabric/arithmetic.h"
+
+#include <algorithm>
+#include <memory>
+
+namespace megamuon {
+
+// Pipelines and groups of an operator; see [Note: pipelines] in kernels.cuh.
+struct Shape {
+  int pipelines, groups;
+};
+
+inline Shape shape_of(int nodes, int blocks) {
+  const int groups = std::max(1, std::min({nodes, blocks, kMaxBlocks}));
+  return {std::max(1, std::min(blocks, kMaxBlocks) / groups), groups};
+}
+
+inline ControlLayout layout_of(int nodes, int columns, const mm_operator_config& c) {
+  return {nodes,
+          columns,
+          c.slots,
+          c.chunk_bytes,
+          c.kind == MM_REDUCE_SCATTER,
+          c.star_bytes > 0,
+          c.tiles,
+          c.parameters};
+}
+
+inline u64 control_stride(const ControlLayout& layout) {
+  return (layout.bytes() + 255) / 256 * 256;
+}
+
+class DeviceOperator {
+ public:
+  DeviceOperator(DeviceFabric& fabric, int number, const mm_operator_config& config,
+                 std::string name)
+      : name_(std::move(name)), fabric_(fabric), number_(number), config_(config) {
+    check();
+    const Geometry place = fabric.place();
+    const bool publishes = config.kind == MM_PUBLISH;
+    const int blocks = std::min(config.groups, fabric.contexts_per_operator());
+    shape_ = publishes ? Shape{1, 1} : shape_of(place.nodes, blocks);
+    layout_ = layout_of(place.nodes, place.columns, config);
+    const u64 end = config.control_offset + control_stride(layout_) * u64(shape_.pipelines);
+    if (end > fabric.control_bytes()) {
+      throw std::runtime_error(name_ + ": control words end at " + std::to_string(end) +
+                               ", and the control window has " +
+                               std::to_string(fabric.control_bytes()) + " bytes");
+    }
+    // Of the puts to the next node, at most 96 are under way (proxies drop some beyond 128).
+    lanes_ = std::max(1, std::min(config.slots, 96 / (shape_.pipelines * place.nodes)));
+    lanes_ = std::min(lanes_, DeviceFabric::kCounters / (2 * place.nodes * shape_.pipelines));
+    if (lanes_ < 1) throw std::runtime_error(name_ + ": too many nodes for its counters");
+    states_ = DeviceArray<SeatState>(u64(shape_.pipelines));
+    rails_ = DeviceArray<RailState>(u64(shape_.pipelines));
+  }
+
+  const std::string& name() const { return name_; }
+  int kind() const { return config_.kind; }
+  const mm_operator_config& config() const { return config_; }
+  const std::string& table_name(int table) const {
+    static const std::string none = "no table";
+    return table >= 0 && table < int(names_.size()) ? names_[table] : none;
+  }
+
+  int add_table(const std::vector<Segment>& segments, Dtype slot, Dtype wire, Dtype window,
+                std::string name) {
+    const bool gathers = config_.kind == MM_ALL_GATHER;
+    const u64 unit = gathers ? 1 : size_of(slot);
+    check_segments(segments, unit, gathers ? 0 : size_of(window), name);
+    const u64 widest = gathers ? 1 : std::max(size_of(slot), size_of(wire));
+    GroupTable whole =
+        build_table(fabric_.place(), segments, config_.chunk_bytes / widest, 16,
+                    config_.star_bytes / (gathers ? 1 : size_of(wire)), name);
+    whole.slot = slot, whole.wire = wire, whole.window = window;
+    Table table;
+    table.star = whole.star;
+    std::vector<Seat> seats;
+    for (int pipeline = 0; pipeline < shape_.pipelines; ++pipeline) {
+      const GroupTable part = split_table(whole, shape_.pipelines, pipeline);
+      table.chunks.emplace_back(part.chunks);
+      table.first.emplace_back(part.first);
+      TableView view = part.view();
+      view.chunks = table.chunks.back().data(), view.first = table.first.back().data();
+      seats.push_back(seat(pipeline, view));
+    }
+    table.seats = DeviceArray<Seat>(seats);
+    tables_.push_back(std::move(table));
+    names_.push_back(std::move(name));
+    return int(tables_.size()) - 1;
+  }
+
+  void call(int table, u64 base, u64 window_base, bool first, double divisor, cudaStream_t stream) {
+    if (table < 0 || table >= int(tables_.size())) {
+      throw std::runtime_error(name_ + ": no such table");
+    }
+    if (fabric_.uses_multimem() && base % 16 != 0) {
+      throw std::runtime_error(name_ + ", " + names_[table] + ": base " + std::to_string(base) +
+                               " is no multiple of 16");
+    }
+    const Table& chosen = tables_[table];
+    Call call{};
+    call.operation = number_, call.table = table;
+    call.groups = chosen.star ? 1 : shape_.groups;
+    call.epoch = ++epoch_;
+    const int pipelines = chosen.star ? 1 : shape_.pipelines;
+    call.base = base, call.window_base = window_base, call.first = first, call.divisor = divisor;
+    // A table with star path uses pipeline 0 alone, so the others have seen fewer groups finish.
+    call.arrivals_before = arrivals_[0], call.later_arrivals_before = arrivals_[1];
+    arrivals_[0] += u64(call.groups);
+    if (!chosen.star) arrivals_[1] += u64(call.groups);
+    launch(chosen.seats.data(), call.groups, pipelines * call.groups, &call, stream);
+  }
+
+  // --- publish -----------------------------------------------------------------------------------
+
+  void set_parameters(std::vector<PublishParameter> parameters, std::vector<std::string> names) {
+    names_ = std::move(names);
+    parameters_ = DeviceArray<PublishParameter>(parameters);
+    publish_states_ = DeviceArray<PublishState>(std::vector<PublishState>(parameters.size()));
+    order_ = DeviceArray<int>(parameters.size());
+    staged_ = std::make_unique<PinnedInts>(parameters.size());
+    seats_ = DeviceArray<Seat>(std::vector<Seat>{seat(0, TableView{})});
+  }
+
+  void begin_round(const int* order, int count, u64 version, cudaStream_t stream) {
+    if (!staged_) throw std::runtime_error(name_ + ": its parameters are not set");
+    require_parameters(count, order);
+    if (version <= version_) {
+      throw std::runtime_error(name_ + ": version " + std::to_string(version) + " after version " +
+                               std::to_string(version_));
+    }
+    version_ = version;
+    std::copy(order, order + count, staged_->data());
+    check_cuda(cudaMemcpyAsync(order_.data(), staged_->data(), u64(count) * sizeof(int),
+                               cudaMemcpyHostToDevice, stream),
+               "cudaMemcpyAsync");
+    Round round{number_, parameters_.data(), publish_states_.data(), 0, order_.data(), count,
+                version, config_.tile_bytes};
+    launch(seats_.data(), 1, 1, &round, stream);
+  }
+
+  void hand_over(int parameter, cudaStream_t stream) {
+    require_parameters(1, &parameter);
+    publish_task_kernel<<<1, 1, 0, stream>>>(own_control(), layout_, tail_++, parameter);
+    check_cuda(cudaGetLastError(), "publish_task_kernel");
+  }
+
+  void wait(int count, const int* which, const u64* version, cudaStream_t stream) {
+    require_parameters(count, which);
+    launch_publish_wait(own_control(), layout_, number_, fabric_.options().rank, count, which,
+                        version, fabric_.alarm().watch(), stream);
+    check_cuda(cudaGetLastError(), "publish_wait_kernel");
+  }
+
+ private:
+  struct Table {
+    bool star = false;
+    DeviceArray<Seat> seats;
+    std::vector<DeviceArray<Chunk>> chunks;
+    std::vector<DeviceArray<u64>> first;
+  };
+
+  // Page-locked, so that a copy to the GPU is in the order of its stream.
+  struct PinnedInts {
+    explicit PinnedInts(u64 count) {
+      check_cuda(cudaMallocHost(&memory, std::max<u64>(count, 1) * sizeof(int)), "cudaMallocHost");
+    }
+    ~PinnedInts() { cudaFreeHost(memory); }
+    int* data() const { return static_cast<int*>(memory); }
+    void* memory = nullptr;
+  };
+
+  void check() const {
+    const auto refuse = [&](const std::string& text) {
+      throw std::runtime_error("operator " + name_ + ": " + text);
+    };
+    const Geometry place = fabric_.place();
+    if (!fabric_.opened()) refuse("open the windows first");
+    if (number_ >= fabric_.options().operators) {
+      refuse("the fabric was made for " + std::to_string(fabric_.options().operators) +
+             " operators");
+    }
+    if (config_.nodes != place.nodes || config_.columns != place.columns) {
+      refuse("nodes and columns must be the fabric's");
+    }
+    if (place.nodes > kMaxNodes) refuse("more than " + std::to_string(kMaxNodes) + " nodes");
+    if (config_.control_offset % 256 != 0) refuse("control_offset must be a multiple of 256");
+    if (config_.chunk_bytes == 0 || config_.chunk_bytes % 256 != 0 ||
+        config_.chunk_bytes > (1 << 20)) {
+      refuse("chunk_bytes must be a multiple of 256, at most 1 MiB");
+    }
+    if (config_.slots < 1 || config_.slots > 64) refuse("slots must be 1 .. 64");
+    if (config_.kind == MM_PUBLISH && (config_.parameters < 1 || config_.tile_bytes == 0)) {
+      refuse("a publish needs parameters and tile_bytes");
+    }
+  }
+
+  void check_segments(const std::vector<Segment>& segments, u64 unit, u64 window,
+                      const std::string& table) const {
+    const Geometry place = fabric_.place();
+    for (std::size_t j = 0; j < segments.size(); ++j) {
+      const Segment& s = segments[j];
+      const std::string which = name_ + ", " + table + ": segment " + std::to_string(j);
+      if (s.node < 0 || s.node >= place.nodes || s.column < 0 || s.column >= place.columns) {
+        throw std::runtime_error(which + ": owner (" + std::to_string(s.node) + ", " +
+                                 std::to_string(s.column) + ") is not in the grid");
+      }
+      if (!fabric_.uses_multimem()) continue;
+      if (s.offset * unit % 16 != 0 || s.length * unit % 16 != 0 || s.window * window % 16 != 0) {
+        throw std::runtime_error(which + ": offset " + std::to_string(s.offset * unit) + " and " +
+                                 std::to_string(s.length * unit) +
+                                 " bytes must be multiples of 16 for multimem");
+      }
+    }
+  }
+
+  void require_parameters(int count, const int* which) const {
+    for (int i = 0; i < count; ++i) {
+      if (which[i] < 0 || u64(which[i]) >= parameters_.size()) {
+        throw std::runtime_error(name_ + ": no parameter " + std::to_string(which[i]));
+      }
+    }
+  }
+
+  Seat seat(int pipeline, const TableView& view) const {
+    return {fabric_.place(), layout_, view, states_.data() + pipeline,
+            fabric_.options().rank, pipeline};
+  }
+
+  char* own_control() const { return fabric_.control() + config_.control_offset; }
+
+  void launch(const Seat* seats, int groups, int blocks, void* arguments, cudaStream_t stream) {
+    NcclSite site{seats,
+                  groups,
+                  fabric_.device_comm(),
+                  fabric_.memory(config_.control_offset),
+                  control_stride(layout_),
+                  fabric_.uses_multimem(),
+                  fabric_.alarm().watch(),
+                  {number_ * fabric_.contexts_per_operator(), number_ * DeviceFabric::kCounters,
+                   lanes_, rails_.data()},
+                  2 * fabric_.place().nodes * lanes_};
+#if MM_NCCL_HAS_GIN
+    if (fabric_.uses_gin()) {
+      launch_on(GinSite{site}, blocks, arguments, stream);
+      return;
+    }
+#endif
+    launch_on(LsaSite{site}, blocks, arguments, stream);
+  }
+
+  template <class Site>
+  void launch_on(Site site, int blocks, void* arguments, cudaStream_t stream) {
+    void* parameters[] = {&site, arguments};
+    check_cuda(cudaLaunchKernel(kernel<Site>(config_.kind), dim3(unsigned(blocks)), dim3(kThreads),
+                                parameters, 0, stream),
+               name_.c_str());
+  }
+
+ public:
+  template <class Site>
+  static const void* kernel(int kind) {
+    if (kind == MM_ALL_GATHER) return reinterpret_cast<const void*>(&all_gather_kernel<Site>);
+    if (kind == MM_REDUCE_SCATTER) {
+      return reinterpret_cast<const void*>(&reduce_scatter_kernel<Site>);
+    }
+    return reinterpret_cast<const void*>(&publish_kernel<Site>);
+  }
+
+ private:
+  const std::string name_;
+  DeviceFabric& fabric_;
+  const int number_;
+  const mm_operator_config config_;
+  Shape shape_{1, 1};
+  ControlLayout layout_{};
+  int lanes_ = 1;
+  DeviceArray<SeatState> states_;
+  DeviceArray<RailState> rails_;
+  std::vector<Table> tables_;
+  std::vector<std::string> names_;  // of tables; of parameters
+  u64 epoch_ = 0, arrivals_[2] = {0, 0};
+  // Publish.
+  DeviceArray<PublishParameter> parameters_;
+  DeviceArray<PublishState> publish_states_;
+  DeviceArray<int> order_;
+  std::unique_ptr<PinnedInts> staged_;
+  DeviceArray<Seat> seats_;
+  u64 version_ = 0, tail_ = 0;
+};
+
+}  // namespace megamuon
