@@ -40,7 +40,7 @@ class Engine {
   ~Engine() {
     {
       std::lock_guard<std::mutex> hold(mutex_);
-      if (failure_.empty() && busy()) abort_locked("closed with calls outstanding: " + standing());
+      if (failure_.empty() && busy()) give_up("closed with calls outstanding: " + standing());
       own().closed.store(1, std::memory_order_release);
       stopping_ = true;
     }
@@ -67,6 +67,7 @@ class Engine {
   int add(std::unique_ptr<HostOperator> op) {
     std::lock_guard<std::mutex> hold(mutex_);
     op->fabric().set_link(link_);
+    op->name_ranks(headers_);
     operators_.push_back(std::move(op));
     return int(operators_.size()) - 1;
   }
@@ -123,18 +124,16 @@ class Engine {
     return result;
   }
 
-  bool failed() {
-    std::lock_guard<std::mutex> hold(mutex_);
-    return !failure_.empty();
-  }
+  // A rank without calls does not watch the others, so what they say is looked up here.
+  bool failed() { return !failure().empty(); }
   std::string failure() {
     std::lock_guard<std::mutex> hold(mutex_);
+    notice_abort();
     return failure_;
   }
   void abort(const std::string& reason) {
     std::lock_guard<std::mutex> hold(mutex_);
-    abort_locked(reason);
-    finished_.notify_all();
+    give_up(reason);
   }
   void set_link(const Link& link) {
     std::lock_guard<std::mutex> hold(mutex_);
@@ -170,6 +169,13 @@ class Engine {
     return false;
   }
 
+  // Until an injected link delivers next.
+  u64 held_for() const {
+    u64 left = ~u64(0);
+    for (const auto& op : operators_) left = std::min(left, op->fabric().held_for());
+    return left;
+  }
+
   bool step_all() {
     bool moved = false;
     for (auto& op : operators_) {
@@ -201,15 +207,15 @@ class Engine {
         }
         continue;
       }
-      if (++idle < kSpins || holds_back()) {
+      const u64 nap = std::min(kNap, held_for());
+      if (++idle < kSpins || nap == 0) {
         hold.unlock();
         sched_yield();
         hold.lock();
-        if (idle % 4096 == 0) check_peers();
         continue;
       }
       hold.unlock();
-      sleep_until_rung(&own(), seen, kNap);
+      sleep_until_rung(&own(), seen, nap);
       hold.lock();
       check_peers();
     }
@@ -261,16 +267,20 @@ class Engine {
     return kill(pid_t(pids_[peer]), 0) != 0 && errno == ESRCH;
   }
 
-  void check_peers() {
-    if (!failure_.empty()) return;
+  // Whether another rank has given up; then this one fails with its reason.
+  bool notice_abort() {
+    if (!failure_.empty()) return true;
     const u64 by = own().aborted.load(std::memory_order_acquire);
-    if (by != 0) {
-      const int peer = int(by) - 1;
-      std::string reason = "no reason given";
-      if (headers_[peer]->reason_ready.load(std::memory_order_acquire)) reason = headers_[peer]->reason;
-      fail("lost contact: rank " + std::to_string(peer) + " gave up: " + reason);
-      return;
-    }
+    if (by == 0) return false;
+    const int peer = int(by) - 1;
+    std::string reason = "no reason given";
+    if (headers_[peer]->reason_ready.load(std::memory_order_acquire)) reason = headers_[peer]->reason;
+    fail("rank " + std::to_string(peer) + " gave up: " + reason);
+    return true;
+  }
+
+  void check_peers() {
+    if (notice_abort()) return;
     if (!busy()) return;
     const double stood = double(now_ns() - last_move_) * 1e-9;
     for (int peer = 0; peer < ranks(); ++peer) {
@@ -278,15 +288,19 @@ class Engine {
       const bool closed = headers_[peer]->closed.load(std::memory_order_acquire) != 0;
       if (peer == rank_ || (closed && stood < 5)) continue;
       if (closed || dead(peer)) {
-        abort_locked("lost contact: rank " + std::to_string(peer) +
-                     (closed ? " has closed its collectives" : " died") + " while rank " +
-                     std::to_string(rank_) + " stood at " + standing());
+        const std::string text = "rank " + std::to_string(peer) +
+                                 (closed ? " has closed its collectives" : " died") +
+                                 " while rank " + std::to_string(rank_) + " stood at " + standing();
+        fail(text);
+        tell(text);
         return;
       }
     }
     if (deadline_ns_ != 0 && now_ns() - last_move_ > deadline_ns_) {
-      abort_locked("lost contact: nothing moved on rank " + std::to_string(rank_) + " for " +
-                   std::to_string(u64(stood)) + " s at " + standing());
+      const std::string text = "nothing moved on rank " + std::to_string(rank_) + " for " +
+                               std::to_string(u64(stood)) + " s at " + standing();
+      fail(text);
+      tell(text);
     }
   }
 
@@ -299,12 +313,17 @@ class Engine {
   }
 
   void fail(const std::string& text) {
-    if (failure_.empty()) failure_ = text;
+    if (failure_.empty()) failure_ = "lost contact: " + text;
     finished_.notify_all();
   }
 
-  void abort_locked(const std::string& reason) {
-    fail(reason);
+  void give_up(const std::string& reason) {
+    fail("rank " + std::to_string(rank_) + " gave up: " + reason);
+    tell(reason);
+  }
+
+  // Make all ranks fail with `reason`, unless somebody told them before.
+  void tell(const std::string& reason) {
     ControlHeader& mine = own();
     if (!mine.reason_ready.load(std::memory_order_acquire)) {
       std::strncpy(mine.reason, reason.c_str(), sizeof(mine.reason) - 1);

@@ -10,6 +10,7 @@
 #include "../operators/reduce_scatter.h"
 #include "host_api.h"
 
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <string>
@@ -33,6 +34,7 @@ class HostOperator {
         config_(config),
         place_(place),
         layout_(layout),
+        headers_(headers),
         fabric_(place_, std::move(control), std::move(headers)) {}
   virtual ~HostOperator() = default;
   HostOperator(const HostOperator&) = delete;
@@ -47,6 +49,13 @@ class HostOperator {
   const mm_operator_config& config() const { return config_; }
   const Geometry& place() const { return place_; }
   const std::string& name() const { return name_; }
+  // Which ranks the places are, for texts; `all`: the headers by rank of the engine.
+  void name_ranks(const std::vector<ControlHeader*>& all) {
+    ranks_.clear();
+    for (ControlHeader* header : headers_) {
+      ranks_.push_back(int(std::find(all.begin(), all.end(), header) - all.begin()));
+    }
+  }
   bool has_pool() const { return has_pool_; }
   void set_pool(std::vector<char*> bases) {
     fabric_.set_pool(std::move(bases));
@@ -54,10 +63,17 @@ class HostOperator {
   }
 
  protected:
+  std::string rank_at(int node, int column) const {
+    const std::size_t index = std::size_t(node * place_.columns + column);
+    return "rank " + (index < ranks_.size() ? std::to_string(ranks_[index]) : "unknown");
+  }
+
   const std::string name_;
   const mm_operator_config config_;
   const Geometry place_;
   const ControlLayout layout_;
+  const std::vector<ControlHeader*> headers_;  // of the places
+  std::vector<int> ranks_;                     // the same
   HostFabric fabric_;
   bool has_pool_ = false;
 };
@@ -119,7 +135,7 @@ class CollectiveOperator : public HostOperator {
                        std::to_string(completed_ + 1);
     if (!running_) return text + ": not begun";
     const int column = machine_.missing(leaving_);
-    if (leaving_) return text + ": waits for column " + std::to_string(column) + " to finish";
+    if (leaving_) return text + ": waits for " + rank_at(place_.node, column) + " to finish";
     for (int q = 0; q < place_.nodes; ++q) {
       if (machine_.finished(q)) continue;
       const QueueState& s = queues_[q];
@@ -128,9 +144,10 @@ class CollectiveOperator : public HostOperator {
               std::to_string((q == place_.node ? s.sent : s.received) + s.delivered) + ")";
       break;
     }
-    if (column >= 0) return text + " waits for column " + std::to_string(column) + " to enter";
-    return text + " waits for node " + std::to_string(place_.previous()) + " or " +
-           std::to_string(place_.next());
+    if (column >= 0) return text + " waits for " + rank_at(place_.node, column) + " to enter";
+    text += " waits for " + rank_at(place_.previous(), place_.column);
+    if (place_.previous() == place_.next()) return text;
+    return text + " or " + rank_at(place_.next(), place_.column);
   }
 
   std::vector<u64> cursors() override {
@@ -235,10 +252,10 @@ class HostPublish : public HostOperator {
     std::string text = name_ + " of '" + names_[p] + "', version " + std::to_string(s.version) +
                        ": tile " + std::to_string(s.tiles_seen) + " waits for ";
     if (!owns(p)) {
-      return text + "node " + std::to_string(place_.previous()) + " (owner node " +
-             std::to_string(parameters_[p].node) + ")";
+      return text + rank_at(place_.previous(), place_.column) + " (its owner is " +
+             rank_at(parameters_[p].node, place_.column) + ")";
     }
-    return text + (handed_[p] ? "its sends" : "its update on this rank");
+    return text + (handed_[p] ? "its sends" : "its update on " + rank_at(place_.node, place_.column));
   }
 
   std::vector<u64> cursors() override {

@@ -80,8 +80,12 @@ class HostEngine:
         """Make every wait of every rank fail with ``reason``."""
         self.library.call.mm_engine_abort(self.handle, reason.encode())
 
+    def failed(self) -> bool:
+        """Whether the ranks have lost each other: every call fails from then on."""
+        return self.error().startswith("lost contact: ")
+
     def error(self) -> str:
-        """Text of the first failure, "" while there is none."""
+        """Text of the first failure, or of the last refused call; "" while there is none."""
         text = create_string_buffer(TEXT_BYTES)
         self.library.call.mm_engine_error(self.handle, text, TEXT_BYTES)
         return text.value.decode(errors="replace")

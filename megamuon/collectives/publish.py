@@ -123,6 +123,30 @@ def _places(sizes: Mapping[int, int], dtype: torch.dtype) -> tuple[dict[int, tup
     return places, end
 
 
+def check_rail(
+    copies: LeaderCopies,
+    names: Mapping[int, str],
+    owner_rows: Mapping[int, int],
+    group: dist.ProcessGroup | None,
+    *,
+    row: int,
+    rows: int,
+) -> None:
+    """Refuse tables that do not fit the copies or the column. Raises ValueError."""
+    if group is not None and dist.get_rank(group) != row:
+        raise ValueError(
+            f"row {row} is rank {dist.get_rank(group)} of its replicate group: "
+            "build the group in order of rows"
+        )
+    for index in copies.indices:
+        if index not in names or index not in owner_rows:
+            raise ValueError(f"parameter {index} has a leader copy but no name or owner row")
+        if not 0 <= owner_rows[index] < rows:
+            raise ValueError(
+                f"{names[index]}: owner row {owner_rows[index]} is outside 0..{rows - 1}"
+            )
+
+
 class Publisher:
     """Sends this row's updated parameters to the other rows and receives theirs.
 
@@ -159,22 +183,7 @@ class Publisher:
         self._receives: dict[int, dist.Work] = {}
         self._sends: dict[int, list[tuple[int, dist.Work]]] = {}  # (row, handle)
         self._checks: list[_Check] = []
-        self._check_tables()
-
-    def _check_tables(self) -> None:
-        if self.group is not None and dist.get_rank(self.group) != self.row:
-            raise ValueError(
-                f"row {self.row} is rank {dist.get_rank(self.group)} of its replicate group: "
-                "build the group in order of rows"
-            )
-        for index in self.copies.indices:
-            if index not in self.names or index not in self.owner_rows:
-                raise ValueError(f"parameter {index} has a leader copy but no name or owner row")
-            if not 0 <= self.owner_rows[index] < self.rows:
-                raise ValueError(
-                    f"{self.names[index]}: owner row {self.owner_rows[index]} is outside "
-                    f"0..{self.rows - 1}"
-                )
+        check_rail(copies, self.names, self.owner_rows, group, row=row, rows=self.rows)
 
     def expect(self, order: Sequence[int], version: int) -> None:
         """Open a round: these parameters of the column get ``version``, in this order.

@@ -44,6 +44,11 @@ class ReadyTransport(Transport):
         self.fallback, self.fabric = fallback, fabric
         self._operator = fabric.operators["gather"]
         self._tables: dict[tuple[int, int], tuple[GatherTable, int]] = {}
+        self._names: dict[int, str] = {}  # of groups, by the identity of their tables
+
+    def name_group(self, table: GatherTable, name: str) -> None:
+        """What errors call the group of ``table``."""
+        self._names[id(table)] = name
 
     def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
         """See Transport."""
@@ -86,7 +91,7 @@ class ReadyTransport(Transport):
                 columns=[s.rank for s in segments],
                 offsets=[s.offset * itemsize for s in segments],
                 nbytes=[s.numel * itemsize for s in segments],
-                name=f"gather {len(self._tables)}",
+                name=self._names.get(id(table), f"gather {len(self._tables)}"),
             )
             self._tables[key] = (table, number)
         return self._tables[key][1]
@@ -148,6 +153,7 @@ class _Pooled:
     table: TwoStageTable  # keeps it alive, and its identity with it
     window: int  # bytes from the start of the pool
     dtypes: frozenset[torch.dtype]  # of the slots that do
+    name: str  # of the group
 
 
 class ReadyReducer:
@@ -164,14 +170,17 @@ class ReadyReducer:
         self._shares: dict[tuple[int, torch.dtype], int] = {}
         self._queue: deque[StagedWork] = deque()
 
-    def pool(self, table: TwoStageTable, window: int, dtypes: Iterable[torch.dtype]) -> None:
+    def pool(
+        self, table: TwoStageTable, window: int, dtypes: Iterable[torch.dtype], *, name: str = ""
+    ) -> None:
         """From now on slots of ``dtypes`` of the group of ``table`` lie in the pool, its window at
-        byte ``window`` of every rank's. All ranks call this for the same groups in the same order.
-        Raises ValueError for a table that the operator cannot reduce.
+        byte ``window`` of every rank's; errors call the group ``name``. All ranks call this for the
+        same groups in the same order. Raises ValueError for a table that the operator cannot
+        reduce.
         """
         for _ in owned_pieces(table):
             pass
-        self._pooled[id(table)] = _Pooled(table, window, frozenset(dtypes))
+        self._pooled[id(table)] = _Pooled(table, window, frozenset(dtypes), name)
 
     def reduce(
         self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
@@ -210,9 +219,13 @@ class ReadyReducer:
                 slot_dtype=slot,
                 wire_dtype=self.fallback.wire_dtype,
                 window_dtype=window,
-                name=f"reduction {len(self._tables)}",
+                name=self._name(table, f"reduction {len(self._tables)}"),
             )
         return self._tables[key]
+
+    def _name(self, table: TwoStageTable, otherwise: str) -> str:
+        held = self._pooled.get(id(table))
+        return held.name if held is not None and held.name else otherwise
 
     def _share_work(self, table: TwoStageTable, at: int, dtype: torch.dtype) -> Work:
         """Row 0's window, which holds the finished sums, to every row."""
@@ -221,7 +234,11 @@ class ReadyReducer:
         if key not in self._shares:
             nbytes = table.columns.sizes[self.fabric.column] * dtype.itemsize
             self._shares[key] = self._share.all_gather_table(
-                nodes=[0], columns=[0], offsets=[0], nbytes=[nbytes], name=f"share {len(key)}"
+                nodes=[0],
+                columns=[0],
+                offsets=[0],
+                nbytes=[nbytes],
+                name=self._name(table, f"share {len(self._shares)}"),
             )
         ticket = self._share.all_gather(self._shares[key], at)
         return Work(handles=[Ticket(self._share, ticket)], name="reduction")

@@ -15,7 +15,7 @@ is opened between two steps, by all ranks alike. Tested by ``tests/distributed/t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,6 +78,11 @@ class ReadyFabric:
         SymmetricMemory(group, CONTROL_ALIGNMENT, label="probe").close()  # all ranks can, or none
         self.group = group
         self.settings = settings = settings or ReadySettings()
+        compare(
+            {"rows": mesh.rows, "columns": mesh.columns, "rails": rails, **vars(settings)},
+            group,
+            "the fabric",
+        )
         self.rows, self.columns = mesh.rows, mesh.columns
         self.row, self.column = mesh.row, mesh.column
         self._row_ranks = tuple(mesh.row * mesh.columns + k for k in range(mesh.columns))
@@ -187,15 +192,36 @@ class ReadyFabric:
         return self._control.nbytes
 
     def close(self) -> None:
-        """Stop the engine; a collective, because another rank may still need this one's relays."""
+        """Stop the engine; a collective, because another rank may still need this one's relays.
+
+        After a failure nobody does, and it returns at once.
+        """
         if not self.operators:
             return
-        barrier(self.group)
         self.operators = {}
-        self.engine.close()
-        self._control.close()
-        if self.memory is not None:
-            self.memory.close()
+        try:
+            if not self.engine.failed():
+                barrier(self.group)
+        finally:
+            self.engine.close()
+            self._control.close()
+            if self.memory is not None:
+                self.memory.close()
+
+
+def compare(facts: Mapping[str, object], group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise CollectiveError on all ranks of ``group`` where one has other ``facts`` than rank 0."""
+    if group is None:
+        return
+    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(facts), group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0].get(name):
+                raise CollectiveError(
+                    f"{what}: {name} is {value} on rank {rank} of the group and"
+                    f" {everyone[0].get(name)} on its rank 0: start all ranks with the same flags"
+                )
 
 
 def barrier(group: dist.ProcessGroup | None) -> None:

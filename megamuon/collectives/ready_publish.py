@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from megamuon.collectives.publish import LeaderCopies, StaleCopyError
-from megamuon.collectives.ready_fabric import ReadyFabric, barrier
+from megamuon.collectives.publish import LeaderCopies, StaleCopyError, check_rail
+from megamuon.collectives.ready_fabric import ReadyFabric, barrier, compare
 from megamuon.collectives.traffic import Traffic
 
 
@@ -40,17 +40,28 @@ class ReadyPublisher:
         self.group, self.row, self.traffic, self.rows = group, row, traffic, fabric.rows
         self.waited_seconds = 0.0
         self._operator = fabric.operators["publish"]
+        check_rail(copies, self.names, self.owner_rows, group, row=row, rows=self.rows)
         self._position = {index: place for place, index in enumerate(copies.indices)}
         self._version = 0
         self._unpublished: set[int] = set()
         places = [copies.place(index) for index in copies.indices]
+        # No round before every rank of the column knows the list, and the same list.
+        compare(
+            {
+                self.names[index]: (index, self.owner_rows[index], *place)
+                for index, place in zip(copies.indices, places, strict=True)
+            }
+            | {"parameters": len(places)},
+            group,
+            "the publish (owner row, bytes)",
+        )
         self._operator.publish_parameters(
             nodes=[self.owner_rows[index] for index in copies.indices],
             offsets=[start for start, _ in places],
             nbytes=[nbytes for _, nbytes in places],
             names=[self.names[index] for index in copies.indices],
         )
-        barrier(group)  # no round before every rank of the column knows the list
+        barrier(group)
 
     def expect(self, order: Sequence[int], version: int) -> None:
         """See Publisher.expect. Raises CollectiveError for a lost peer and ValueError for an

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megamuon.collectives import CollectiveError
+from megamuon.collectives.device_library import Rung, agree_capability, select_rung
 from megamuon.collectives.host_library import CODE_VERSION
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
 from megamuon.collectives.ready_fabric import ReadyFabric, ReadySettings
@@ -31,7 +32,7 @@ from megamuon.runtime.pool_opening import PoolRecording
 from megamuon.runtime.runtime import Runtime
 
 MIB = 1 << 20
-LOOSE = "of loose parameters"  # the name of the group that has none
+LOOSE = "loose parameters"  # the name of the group that has none
 
 
 @dataclass(kw_only=True)
@@ -81,7 +82,7 @@ def _choose(
 ) -> FabricChoice:
     alone = mesh.data_parallel_size == 1
     if config.fabric == "nccl" or (device.type == "cuda" and not alone):
-        reason = device_reason(device)
+        reason = device_reason(device, group)
         if config.fabric != "auto":
             raise MeshError(f"--fabric {config.fabric}: {reason}; use --collectives grouped")
         return FabricChoice(reason=reason)
@@ -105,11 +106,23 @@ def _choose(
     return FabricChoice(ready=ready)
 
 
-def device_reason(device: torch.device) -> str:
-    """Why GPUs do not take the device operators."""
+def device_reason(device: torch.device, group: dist.ProcessGroup | None) -> str:
+    """Why GPUs do not take the device operators, and what these ones offer: the lowest rung of the
+    capability ladder over all ranks.  A collective over ``group`` where ``device`` is a GPU.
+    """
     if device.type != "cuda":
         return "the nccl fabric needs GPUs, and this run is on the CPU"
-    return "the device operators have not been verified on GPUs and are not driven by this runtime"
+    rung = select_rung()
+    everyone: list[Rung] = [rung]
+    if group is not None:
+        everyone = [rung] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, rung, group=group)
+    lowest = agree_capability([held.name for held in everyone])
+    why = next(held.reason for held in everyone if held.name == lowest)
+    return (
+        "the device operators have not been verified on a GPU, so training does not use them yet"
+        f" (the ranks agree on the rung {lowest!r}{': ' + why if why else ''})"
+    )
 
 
 def _said(choice: FabricChoice) -> str:

@@ -65,11 +65,13 @@ KNOWN: tuple[type[BaseException], ...] = (
 # In these phases the input of the user is read, so plain errors of these types speak of it.
 INPUT_PHASES = ("reading datasets", "reading a batch")
 INPUT_ERRORS = (ValueError, OSError, ImportError, IndexError, RuntimeError)
+ENGINE_LOST = "lost contact: "  # how the operators' engine begins, once per rank that passes it on
 LOST = (
     "connection closed by peer",
     "connection reset",
     "broken pipe",
     "gloo",
+    ENGINE_LOST.strip(),
     "nccl",
     "socket",
     "timed out",
@@ -114,7 +116,8 @@ def describe(error: BaseException, phase: Phase) -> tuple[str, bool]:
     """The line to print, and whether a traceback would tell the user more than the line."""
     first = " ".join(str(error).split()) or type(error).__name__
     if lost_peers(error):
-        return f"rank {phase.rank} {LOST_CONTACT} during {phase}: {backend_reason(error)}", False
+        reason = backend_reason(error).replace(ENGINE_LOST, "")
+        return f"rank {phase.rank} {LOST_CONTACT} during {phase}: {reason}", False
     if isinstance(error, KNOWN):
         return f"error: {str(error).strip() or type(error).__name__}", False
     if isinstance(error, torch.OutOfMemoryError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megamuon.checkpoint import CheckpointError
+from megamuon.collectives import CollectiveError
 from megamuon.training.failures import Phase, TrainingError, describe, report
 
 
@@ -26,6 +27,19 @@ def test_a_lost_peer_names_rank_phase_and_iteration() -> None:
         "rank 1 lost contact with the other ranks during backward of iteration 7: "
     )
     assert not unknown
+
+
+def test_a_rank_that_the_operators_miss_is_named_once() -> None:
+    error = CollectiveError(
+        "gather failed: gather: call 6: lost contact: rank 2 gave up: rank 1 died while rank 2"
+        " stood at gather of group 'layers.3', call 6: waits for rank 1 to finish"
+    )
+    assert describe(error, phase()) == (
+        "rank 1 lost contact with the other ranks during backward of iteration 7: gather failed:"
+        " gather: call 6: rank 2 gave up: rank 1 died while rank 2 stood at gather of group"
+        " 'layers.3', call 6: waits for rank 1 to finish",
+        False,
+    )
 
 
 def test_input_errors_are_the_users_only_while_input_is_read() -> None:

@@ -1,0 +1,49 @@
+"""The choice of a fabric where there is nothing to share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamuon.mesh import MeshError
+from megamuon.ownership.plan import OwnershipPlan
+from megamuon.ownership.planner import build_plan
+from megamuon.ownership.settings import PlannerSettings, Topology
+from megamuon.runtime import RuntimeConfig
+from megamuon.runtime.fabric import choose_fabric, device_reason
+from tests.support.grids import mesh_of
+
+CPU = torch.device("cpu")
+READY = RuntimeConfig(collectives="ready")
+
+
+def plan() -> OwnershipPlan:
+    return build_plan((), Topology(rows=1, columns=2), lambda _: 0.0, PlannerSettings())
+
+
+def test_other_transports_have_no_fabric_and_nothing_to_say() -> None:
+    choice = choose_fabric(RuntimeConfig(), mesh_of(0, 2), plan(), None, CPU)
+    assert choice.ready is None
+    assert choice.lines == []
+
+
+def test_one_rank_says_that_nothing_moves() -> None:
+    for fabric in ("auto", "host"):
+        choice = choose_fabric(replace(READY, fabric=fabric), mesh_of(0, 1), plan(), None, CPU)
+        assert choice.ready is None
+        (line,) = choice.lines
+        assert "one data-parallel rank" in line
+
+
+def test_a_fabric_by_name_is_had_or_refused() -> None:
+    with pytest.raises(MeshError, match="--fabric nccl: the nccl fabric needs GPUs"):
+        choose_fabric(replace(READY, fabric="nccl"), mesh_of(0, 2), plan(), None, CPU)
+
+
+def test_gpus_are_told_what_they_offer() -> None:
+    said = device_reason(torch.device("cuda"), None)
+    assert "have not been verified on a GPU" in said
+    if not torch.cuda.is_available():
+        assert "rung 'grouped': there is no GPU" in said
