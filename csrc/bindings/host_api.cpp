@@ -351,6 +351,17 @@ uint64_t mm_publish_arrived(mm_engine* handle, int op, int parameter) {
   return found->arrived(parameter);
 }
 
+int mm_publish_compare(mm_engine* handle, int op, int parameters, const int* which,
+                       const uint64_t* version) {
+  HostPublish* found = publish_of(handle, op);
+  if (!found) return -1;
+  for (int i = 0; i < parameters; ++i) {
+    if (!parameter_ok(handle, found, which[i])) return -1;
+    if (found->arrived(which[i]) != version[i]) return i;
+  }
+  return -2;
+}
+
 int mm_publish_wait(mm_engine* handle, int op, int parameters, const int* which,
                     const uint64_t* version, double seconds) {
   HostPublish* found = publish_of(handle, op);

@@ -102,6 +102,10 @@ int mm_publish_begin(mm_engine*, int op, int parameters, const int* order, uint6
 int mm_publish_task(mm_engine*, int op, int parameter);
 // Version that has wholly arrived in this rank's copy (own parameters: that was handed over).
 uint64_t mm_publish_arrived(mm_engine*, int op, int parameter);
+// Compare what has arrived: -2 where each holds its version, else the place in `which` of the first
+// that holds another; -1 where something is wrong with the call.
+int mm_publish_compare(mm_engine*, int op, int parameters, const int* which,
+                       const uint64_t* version);
 // Wait until each has arrived in the given version; returns as mm_wait does.
 int mm_publish_wait(mm_engine*, int op, int parameters, const int* which, const uint64_t* version,
                     double seconds);

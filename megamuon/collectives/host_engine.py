@@ -258,6 +258,15 @@ class HostOperator:
         """The version that has wholly arrived in this rank's copy."""
         return self._call.mm_publish_arrived(self._handle, self.number, parameter)
 
+    def publish_other(self, parameters: Sequence[int], versions: Sequence[int]) -> int | None:
+        """Place in ``parameters`` of the first that holds another version; None if none does."""
+        count = _length("parameters to compare", parameters, versions)
+        which, needed = array(c_int, parameters), array(c_uint64, versions)
+        place = self._call.mm_publish_compare(self._handle, self.number, count, which, needed)
+        if place == -2:
+            return None
+        return self._checked(place, "publish")
+
     def publish_wait(self, parameters: Sequence[int], versions: Sequence[int]) -> None:
         """Return when each of ``parameters`` has arrived in its version."""
         count = _length("parameters to wait for", parameters, versions)

@@ -105,6 +105,7 @@ SIGNATURES: Mapping[str, tuple[type | None, tuple[type, ...]]] = {
     "mm_publish_begin": (c_int, (c_void_p, c_int, c_int, _ints, c_uint64)),
     "mm_publish_task": (c_int, (c_void_p, c_int, c_int)),
     "mm_publish_arrived": (c_uint64, (c_void_p, c_int, c_int)),
+    "mm_publish_compare": (c_int, (c_void_p, c_int, c_int, _ints, _words)),
     "mm_publish_wait": (c_int, (c_void_p, c_int, c_int, _ints, _words, c_double)),
     "mm_publish_drain": (c_int, (c_void_p, c_int, c_double)),
     "mm_publish_round_done": (c_int, (c_void_p, c_int)),

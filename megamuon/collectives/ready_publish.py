@@ -99,29 +99,33 @@ class ReadyPublisher:
 
     def wait(self, indices: Iterable[int], expected: Mapping[int, int]) -> None:
         """See Publisher.wait. Raises StaleCopyError where a copy holds a later version."""
-        wanted = list(indices)
-        positions = [self._position[index] for index in wanted]
+        wanted, positions, versions = self._wanted(indices, expected)
         started = time.perf_counter()
         try:
-            self._operator.publish_wait(positions, [expected[index] for index in wanted])
+            self._operator.publish_wait(positions, versions)
         finally:
             self.waited_seconds += time.perf_counter() - started
-        for index, position in zip(wanted, positions, strict=True):
-            held = self._operator.publish_arrived(position)
-            if held != expected[index]:
-                rank = dist.get_rank() if dist.is_initialized() else 0
-                raise StaleCopyError(
-                    f"{self.names[index]} (parameter {index}): the leader copy of rank {rank}, row"
-                    f" {self.row}, holds version {held}, wanted version {expected[index]} from"
-                    f" owner row {self.owner_rows[index]}"
-                )
+        place = self._operator.publish_other(positions, versions)
+        if place is not None:
+            index, held = wanted[place], self._operator.publish_arrived(positions[place])
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            raise StaleCopyError(
+                f"{self.names[index]} (parameter {index}): the leader copy of rank {rank}, row"
+                f" {self.row}, holds version {held}, wanted version {versions[place]} from"
+                f" owner row {self.owner_rows[index]}"
+            )
 
     def arrived(self, indices: Iterable[int], expected: Mapping[int, int]) -> bool:
         """See Publisher.arrived; here what has arrived is complete."""
-        return all(
-            self._operator.publish_arrived(self._position[index]) >= expected[index]
-            for index in indices
-        )
+        _, positions, versions = self._wanted(indices, expected)
+        return self._operator.publish_other(positions, versions) is None
+
+    def _wanted(
+        self, indices: Iterable[int], expected: Mapping[int, int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """The indices, their places on the rail, the versions that they must have."""
+        wanted = list(indices)
+        return wanted, [self._position[i] for i in wanted], [expected[i] for i in wanted]
 
     def fence(self) -> None:
         """See Publisher.fence: every rank of the column has passed on the round before."""
