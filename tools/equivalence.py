@@ -5,7 +5,7 @@ and further choices, all from the same initial weights on the same tokens, and c
 loop over whole parameters in one process that uses the same optimizer (``reference_training.py``).
 Prints a line per case; exits with 1 on a difference above the tolerance or when a rank fails.
 
-    python tools/equivalence.py --model nano --lines A,B,C,M --sharding fsdp,hsdp \\
+    python tools/equivalence.py --model nano --lines A,B,C,D,M --sharding fsdp,hsdp \\
         --zero-stage 2,3 --tp 1,2 --ranks 4 --steps 20 --dtype fp64 --json out.json
 
 A choice with several values takes them all, separated by commas. Combinations that do not exist
@@ -41,6 +41,7 @@ from tools.equivalence_ranks import Outcome, run_on_ranks  # noqa: E402
 from tools.reference_training import OPTIMIZERS, Training, reference_run  # noqa: E402
 from tools.sharded_training import FAULTS, LINES, Case, not_applicable  # noqa: E402
 
+COLLECTIVES = (*sorted(TRANSPORTS), "ready")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 
@@ -138,9 +139,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--collectives",
-        type=_listed(str, sorted(TRANSPORTS)),
+        type=_listed(str, COLLECTIVES),
         default=[None],
-        help=f"of {', '.join(sorted(TRANSPORTS))}; the line's own when not given",
+        help=f"of {', '.join(COLLECTIVES)}; the line's own when not given",
     )
     add("--owner-planner", type=_listed(str, POLICY_NAMES), default=[None])
     add("--owner-unit-threshold", type=int, help="the preset's when not given")

@@ -135,7 +135,7 @@ def training_flags(folder: Path, data: str, where: Machine, settings: Settings) 
         --model {settings.model} --tokenizer-type byte
         --data-path {shlex.quote(data)} --split 95,4,1
         --seq-length {SEQUENCE} --micro-batch-size {micro} --global-batch-size {micro * where.ranks}
-        --optimizer muon --line C --zero-stage 3
+        --optimizer muon --line D --zero-stage 3
         --lr 1e-2 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters {min(20, steps // 10)}
         --weight-decay 0.1 --adam-beta2 0.95
         --eval-interval {max(1, settings.first_launch // 3)} --eval-iters 16

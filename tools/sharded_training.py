@@ -141,9 +141,11 @@ def not_applicable(case: Case) -> str | None:
                 f"line M is owners on one row at ZeRO stage 3 without tensor parallelism: {which}"
             )
     if case.zero_stage == 1 and (line not in "CDM" or case.rows > 1):
-        return "ZeRO stage 1 is the baseline of owners (line C) on one row"
+        return "ZeRO stage 1 is the baseline of owners (lines C and D) on one row"
     if line == "A" and case.collectives:
         return "line A moves bytes as torch's fully_shard does"
+    if line == "B" and case.transport == "ready":
+        return "the ready collectives move owners' segments, and line B has even slices"
     if line in "AB" and case.planner:
         return f"line {line} has no owners to plan"
     if case.sequence_parallel and training.length % case.tp:
@@ -239,8 +241,17 @@ def train(case: Case, rank: int, fault: str | None = None) -> tuple[Result, Any]
         lr = training.lr * (1.001 if fault == "learning-rate" else 1.0)
         norms.append(runtime.step(lr, training.wd).gradient_norm)
     weights = dict(runtime.full_parameters())
+    _refuse_grouped_calls(runtime, case)
     runtime.close()
     return (losses, norms, weights), placements
+
+
+def _refuse_grouped_calls(runtime: Any, case: Case) -> None:
+    """A ready case that fell back to grouped calls says nothing about the ready ones."""
+    if case.transport != "ready" or case.rows * case.columns == 1:
+        return
+    if runtime.opened is None and case.training.steps >= 2:
+        raise RuntimeError(f"the symmetric pool never opened: {'; '.join(runtime.notes())}")
 
 
 def _passes(runtime: Any, case: Case, mesh: Mesh, step: int) -> float:

@@ -5,7 +5,7 @@ ui.perfetto.dev show: a process for each rank, with lanes for compute, gather, r
 collective runs from its launch to the end of the wait for it; collectives of one kind that overlap
 take lanes of their own, ``gather 2`` and on. Clocks of ranks are brought together by barriers.
 
-    python tools/trace.py --model tiny --ranks 4 --line C --sharding hsdp --output trace.json
+    python tools/trace.py --model tiny --ranks 4 --line D --sharding hsdp --output trace.json
 
 Tested by ``tests/tools/test_trace.py``.
 """
@@ -146,8 +146,13 @@ def main(argv: list[str] | None = None) -> int:
     """Train and write the trace."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add_case_flags(parser)
-    parser.add_argument("--line", choices=LINES, default="C")
-    parser.add_argument("--steps", type=int, default=4, help="the last of them is traced")
+    parser.add_argument("--line", choices=LINES, default="D")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=4,
+        help="the last of them is traced; line D works in its pool from the third on",
+    )
     parser.add_argument("--output", type=Path, default=Path("trace.json"), help="the trace")
     options = parser.parse_args(argv)
     try:

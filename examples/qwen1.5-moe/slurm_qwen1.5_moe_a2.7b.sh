@@ -54,7 +54,7 @@ TRAINING_ARGS=(
 # A row is a node: weights are gathered inside it, and every matrix has one owner in all 4.
 MODEL_PARALLEL_ARGS=(
   --sharding hsdp
-  --line C
+  --line D
   --zero-stage 3
   --recompute-granularity full
   --recompute-method uniform

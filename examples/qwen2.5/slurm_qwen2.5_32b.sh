@@ -56,7 +56,7 @@ MODEL_PARALLEL_ARGS=(
   --sharding hsdp
   --tensor-model-parallel-size 2
   --sequence-parallel
-  --line C
+  --line D
   --zero-stage 3
   --recompute-granularity full
   --recompute-method uniform

@@ -60,7 +60,7 @@ TRAINING_ARGS=(
 # each, and every matrix still has one owner.
 MODEL_PARALLEL_ARGS=(
   --sharding hsdp
-  --line C
+  --line D
   --zero-stage 3
   --recompute-granularity full
   --recompute-method uniform

@@ -58,7 +58,7 @@ TRAINING_ARGS=(
 
 MODEL_PARALLEL_ARGS=(
   --sharding fsdp
-  --line C
+  --line D
   --zero-stage 2
 )
 

@@ -40,7 +40,7 @@ MERGED = 5_000_000  # all of a layer on one owner: three units for eight ranks
 class Layout:
     """How a model lies on ranks."""
 
-    line: str = "C"  # E is AdamW on even slices of the owner runtime
+    line: str = "C"  # D opens its pool after two steps; E is the owners' runtime on even slices
     rows: int = 1
     columns: int = 1
     tp: int = 1
@@ -79,6 +79,9 @@ LAYOUTS: dict[str, Layout] = {
     "B 2x1 tp": L(line="B", rows=2, tp=2),
     "M 1x4": L(line="M", columns=4, planner="role_greedy"),
     "M 1x4 scope": L(line="M", columns=4, planner="scope_greedy"),
+    "D 1x4": L(line="D", columns=4, stage=1),
+    "D 2x2": L(line="D", rows=2, columns=2),
+    "D 2x1 tp": L(line="D", rows=2, tp=2, stage=2),
     "C 1x8 merged": L(columns=8, threshold=MERGED),
     "C 2x2 tp": L(rows=2, columns=2, tp=2),
     "B 4x2": L(line="B", rows=4, columns=2, stage=2),
@@ -111,7 +114,9 @@ LOADS: dict[str, tuple[str, ...]] = {
     "C tp": ("C alone", "M 1x3", "C 4x1", "B 1x4"),
     "C 2x2": ("C 1x3", "C 2x2 tp", "C 1x2 tp", "M 1x4"),
     "C 4x1": ("C tp", "C 1x4", "B 2x2"),
-    "C 1x4": ("C 2x1", "C 2x1 tp", "M 1x4 scope"),
+    "C 1x4": ("C 2x1", "C 2x1 tp", "D 2x2", "M 1x4 scope"),
+    "D 2x2": ("C 1x2 tp", "D 1x4", "D 2x1 tp"),
+    "D 2x1 tp": ("C alone", "D 2x2"),
     "C 2x1 tp": ("C 1x3", "C 2x2", "B 4x2"),
     "B 2x2": ("C 1x4", "C 1x2 tp", "M 1x3"),
     "B 2x1 tp": ("C 2x1", "C 1x8 merged", "M 1x4"),
@@ -154,7 +159,7 @@ def build(rank: int, layout: Layout, seed: int = SEED) -> Any:
         initial=template.initialise_,
         config=RuntimeConfig(
             zero_stage=layout.stage,
-            collectives="p2p" if layout.line == "M" else "grouped",
+            collectives={"D": "ready", "M": "p2p"}.get(layout.line, "grouped"),
             matrix_update="gather" if layout.line == "B" else "owner",
             owner_layout=layout.line not in "BE",
             compute_dtype=wide,
@@ -332,7 +337,7 @@ def test_what_was_saved_is_there_and_the_run_goes_on(
         assert rank["worst"] < 1e-12, rank["worst"]
 
 
-@pytest.mark.parametrize("name", ["adam A 2x2", "B 2x2", "C 2x2"])
+@pytest.mark.parametrize("name", ["adam A 2x2", "B 2x2", "C 2x2", "D 2x2"])
 def test_rows_share_what_they_hold_alike(name: str, saved: Any) -> None:
     sizes = [sum(size for _, size in rank["listed"]) for rank in saved[name]]
     assert max(sizes) < 1.15 * sum(sizes) / len(sizes), sizes

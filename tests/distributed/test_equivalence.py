@@ -81,7 +81,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 def combinations(ranks: int, steps: int) -> Iterator[tuple[Chosen, Case]]:
     """All values of ``FACTORS`` that exist together on so many ranks, with their cases."""
     for line, shape, stage, model, recompute in itertools.product(
-        "ABCM", SHAPES[ranks], (1, 2, 3), MODELS, (False, True)
+        "ABCDM", SHAPES[ranks], (1, 2, 3), MODELS, (False, True)
     ):
         rows, columns, tp = shape
         owners_on_rows = line in "CD" and rows > 1
@@ -156,7 +156,7 @@ POLICIES = {"C": (None, "numel", "cost_aware"), "M": (None, "scope_greedy", "cos
 
 def deal(cases: Sequence[Case]) -> list[Case]:
     """Transports, planner policies and unit thresholds, in turn over the cases of a line."""
-    turns = {line: itertools.count() for line in "ABCM"}
+    turns = {line: itertools.count() for line in "ABCDM"}
     dealt = []
     for case in cases:
         turn = next(turns[case.line])
@@ -191,11 +191,21 @@ def test_the_subset_covers_the_grid() -> None:
         )
     }
     shapes = ("1x4", "2x2", "1x8", "2x4", "4x2")
-    for line, shape, stage, tp, model in itertools.product("ABC", shapes, (2, 3), (1, 2), MODELS):
+    for line, shape, stage, tp, model in itertools.product("ABCD", shapes, (2, 3), (1, 2), MODELS):
         wanted = {(line, shape), (line, stage), (line, f"tp {tp}"), (line, model), (shape, stage)}
         wanted |= {(shape, model), (stage, f"tp {tp}"), (stage, model), (f"tp {tp}", model)}
         assert wanted <= seen
-    assert {("2x2", "tp 2"), ("M", "1x4"), ("M", "1x8"), ("C", 1), ("M", "nano-moe")} <= seen
+    assert {("2x2", "tp 2"), ("M", "1x4"), ("M", "1x8"), ("M", "nano-moe")} <= seen
+    assert {("C", 1), ("D", 1)} <= seen
+    assert {("D", "async"), ("D", "sync"), ("D", "recompute"), ("D", "reduced once")} <= {
+        (case.line, value)
+        for case in cases
+        for value in (
+            case.publish,
+            "recompute" if case.training.recompute else None,
+            "reduced once" if case.gradient_reduction == "step" else None,
+        )
+    }
     choices = {(c.sequence_parallel, c.publish, c.training.recompute) for c in cases}
     assert [set(values) for values in zip(*choices, strict=True)] == [
         {False, True},
@@ -233,7 +243,7 @@ def test_owners_on_few_ranks(bench: Bench, ranks: int) -> None:
                 line="C",
                 columns=ranks,
                 zero_stage=stage,
-                collectives=("grouped", "per_owner")[(number + ranks) // 2 % 2],
+                collectives=("grouped", "ready", "per_owner")[(2 * number + ranks) % 3],
                 gradient_reduction="step"
                 if accumulation > 1 and (number + ranks) % 3 != 0
                 else "micro-batch",
@@ -258,6 +268,8 @@ def test_more_ranks_than_units(bench: Bench) -> None:
             Case(line="C", rows=2, columns=4, zero_stage=2, publish="async", **whole),
             Case(line="C", columns=8, zero_stage=2, **adam),
             Case(line="C", rows=4, columns=1, tp=2, publish="sync", **adam),
+            Case(line="D", rows=4, columns=1, tp=2, publish="async", **whole),
+            Case(line="D", columns=8, **adam),
             Case(line="B", rows=2, columns=4, **adam),
         ]
     )
@@ -270,7 +282,7 @@ def test_other_matrix_optimizers(bench: Bench, optimizer: str) -> None:
     experts = replace(training, model="nano-moe")
     bench.check(
         [
-            Case(line="C", rows=2, columns=1, tp=2, publish="async", training=training),
+            Case(line="D", rows=2, columns=1, tp=2, publish="async", training=training),
             Case(line="B", rows=2, columns=2, zero_stage=2, training=training),
             Case(line="M", columns=4, training=training),
             Case(line="C", columns=4, training=experts),
@@ -290,13 +302,15 @@ def test_float32_losses_stay_close(bench: Bench) -> None:
         Case(line="C", columns=4, gradient_reduction="step", training=training),
         Case(line="C", rows=2, columns=1, tp=2, publish="async", training=training),
         Case(line="C", rows=2, columns=2, zero_stage=2, publish="async", training=experts),
+        Case(line="D", rows=4, columns=1, publish="async", training=experts),
+        Case(line="D", columns=4, gradient_reduction="step", training=training),
         Case(line="M", columns=4, training=experts),
     ]
     for case, found in zip(cases, bench.differences(cases), strict=True):
         assert max(difference.loss for difference in found) < 1e-4, (case.name, found)
 
 
-@pytest.mark.parametrize("line", ["A", "B", "C", "M"])
+@pytest.mark.parametrize("line", ["A", "B", "C", "D", "M"])
 def test_a_wrong_learning_rate_on_one_rank_is_seen(bench: Bench, line: str) -> None:
     case = Case(line=line, columns=2, training=Training(steps=2, batch=2, length=4))
     (found,) = bench.differences([case], fault="learning-rate")

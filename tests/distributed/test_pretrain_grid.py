@@ -36,6 +36,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sequence parallel": ("muon", {**TP, "sequence_parallel": True, **SAMPLE}),
     "rows of tensor-parallel ranks": ("muon", ROWS_OF_TP),
     "line B": ("muon", {"line": "B"}),
+    "line C": ("muon", {"line": "C"}),
+    "line C, rows": ("muon", {"line": "C", **HSDP}),
     "line B, rows of tensor-parallel ranks": ("muon", {"line": "B", **ROWS_OF_TP}),
     "line M": ("muon", {"line": "M"}),
     "ZeRO-1": ("muon", {"zero_stage": 1}),
@@ -69,6 +71,7 @@ RESUMES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"optimizer": "soap", **TP},
         {"optimizer": "soap", **HSDP},
     ),
+    "line C on rows, then line D": ("muon", {"line": "C", **HSDP}, HSDP),
     "experts cut, then on rows": ("experts", {**MOE, **TP}, {**MOE, **HSDP}),
 }
 
@@ -159,10 +162,18 @@ def test_every_grid_trains_as_one_process(
 
 def test_the_first_line_about_a_run_names_its_grid(results: list[dict[str, Any]]) -> None:
     assert (
-        "line C | hsdp on 2 rows of 1 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
-        " collectives grouped, matrix update owner | publish async" in results[0]["SOAP"][1]
+        "line D | hsdp on 2 rows of 1 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
+        " collectives ready, matrix update owner | publish async" in results[0]["SOAP"][1]
     )
+    assert "collectives: ready on the host fabric, 2 nodes x 1 ranks in" in results[0]["SOAP"][1]
+    assert "line C | fsdp on 4 ranks | ZeRO-3 |" in results[0]["line C"][1]
     assert "line A | fsdp on 2 ranks x 2 tens" in results[0]["line A, tensor parallel"][1]
+
+
+def test_the_pool_opens_where_collectives_are_ready(results: list[dict[str, Any]]) -> None:
+    for name, (_, changes) in SETTINGS.items():
+        opened = "symmetric pool open: " in results[-1][name][1]
+        assert opened == ("line" not in changes), name
 
 
 def test_waiting_for_published_weights_is_in_the_line(results: list[dict[str, Any]]) -> None:

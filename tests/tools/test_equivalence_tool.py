@@ -106,13 +106,23 @@ def test_the_references_name_what_they_borrow() -> None:
 
 def test_combinations_that_do_not_exist_are_listed_with_the_reason() -> None:
     chosen = options(
-        *("--lines", "A,B,C,M", "--sharding", "fsdp,hsdp", "--zero-stage", "1,2,3", "--tp", "1,2,4")
+        *(
+            "--lines",
+            "A,B,C,D,M",
+            "--sharding",
+            "fsdp,hsdp",
+            "--zero-stage",
+            "1,2,3",
+            "--tp",
+            "1,2,4",
+        )
     )
     cases, missing = equivalence.build_cases(chosen)
     grid = {(c.line, c.rows, c.columns, c.tp, c.zero_stage) for c in cases}
     grids = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
-    wanted = {(line, *shape, stage) for line in "ABC" for shape in grids for stage in (2, 3)}
-    wanted |= {("C", 1, 4, 1, 1), ("C", 1, 2, 2, 1), ("M", 1, 4, 1, 3)}
+    wanted = {(line, *shape, stage) for line in "ABCD" for shape in grids for stage in (2, 3)}
+    wanted |= {(line, 1, *shape, 1) for line in "CD" for shape in ((4, 1), (2, 2))}
+    wanted.add(("M", 1, 4, 1, 3))
     assert grid == wanted and len(cases) == len(wanted)
     reasons = {entry["case"]: entry["reason"] for entry in missing}
     assert "2 rows" in reasons["line M nano hsdp 2x2 zero 3 tp 1 muon"]
@@ -137,7 +147,7 @@ def test_a_case_has_no_choices_that_do_not_concern_it() -> None:
     assert not any(case.sequence_parallel for case in cases)
     assert {case.training.batch for case in cases} == {8}
     lines = {c.line: c.reference.optimizer for c in equivalence.build_cases(options())[0]}
-    assert lines == {"A": "adam", "B": "muon", "C": "muon", "M": "muon"}
+    assert lines == {"A": "adam", "B": "muon", "C": "muon", "D": "muon", "M": "muon"}
     experts = Case(line="C", columns=2, tp=2, training=Training(model="nano-moe", recompute=True))
     assert experts.reference.places == 2 and not experts.reference.recompute
     assert "divide" in str(
@@ -156,6 +166,7 @@ def test_a_case_has_no_choices_that_do_not_concern_it() -> None:
         (["--tp", "0"], "0"),
         (["--ranks", "2,4"], "--ranks"),
         (["--lines", "M", "--tp", "2"], "no combination"),
+        (["--lines", "B", "--collectives", "ready"], "no combination"),
     ],
 )
 def test_a_wrong_command_line_says_what(
@@ -209,13 +220,13 @@ def test_a_run_of_all_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     )
     document = json.loads(path.read_text(encoding="utf-8"))
     assert status == 0 and document["passed"] is True
-    assert [case["line"] for case in document["cases"]] == ["A", "A", "B", "B", "C", "C", "M"]
+    assert [case["line"] for case in document["cases"]] == [*"AABBCCDD", "M"]
     for case in document["cases"]:
         assert case["passed"] is True and case["name"] in out and case["recompute"]
         assert 0 <= case["max_relative_loss_difference"] < 1e-9
         assert 0 <= case["max_weight_difference"] < 1e-9 and 0 <= case["max_norm_difference"] < 1e-9
     assert [entry["case"].split()[1] for entry in document["not_applicable"]] == ["M"]
-    assert "not applicable: line M" in out and "7 of 7 cases passed" in out
+    assert "not applicable: line M" in out and "9 of 9 cases passed" in out
 
 
 def test_a_wrong_learning_rate_on_one_rank_is_a_breach(

@@ -30,18 +30,18 @@ from tools.bench.formulas import (
     traffic_formula,
 )
 from tools.bench.line_ranks import PHASES, Schedule, work
-from tools.bench.line_report import breaches, chart, figures, over_line_c
+from tools.bench.line_report import breaches, chart, figures, over_line
 from tools.bench.wire import count_bytes
 from tools.reference_training import model_config
 from tools.sharded_training import Case
 
 # name: (lines, flags)
 RUNS = {
-    "fsdp zero 3": ("A,B,C,M", ["--zero-stage", "3", "--rounds", "2"]),
-    "fsdp zero 1": ("C", ["--zero-stage", "1"]),
+    "fsdp zero 3": ("A,B,C,D,M", ["--zero-stage", "3", "--rounds", "2"]),
+    "fsdp zero 1": ("C,D", ["--zero-stage", "1"]),
     "fsdp zero 2": ("A,C", ["--zero-stage", "2", "--rounds", "1"]),
-    "hsdp bf16": ("A,B,C", ["--sharding", "hsdp", "--dtype", "bf16", "--rounds", "1"]),
-    "hsdp zero 2 tp": ("B,C", ["--sharding", "hsdp", "--tp", "2", "--zero-stage", "2"]),
+    "hsdp bf16": ("A,B,C,D", ["--sharding", "hsdp", "--dtype", "bf16", "--rounds", "1"]),
+    "hsdp zero 2 tp": ("B,C,D", ["--sharding", "hsdp", "--tp", "2", "--zero-stage", "2"]),
 }
 COMMON = ["--model", "nano", "--ranks", "4", "--sequence", "8", "--micro-batch", "1"]
 STEP_KEYS = [f"{name}_ms" for name in ("step", *PHASES, "optimizer_with_waits")]
@@ -157,10 +157,54 @@ def test_the_forms_are_the_papers(measured: list[dict[str, Any]]) -> None:
     assert figures(of_line(measured, "fsdp zero 3", "A"))["bytes_padding"] > 0
 
 
+def test_line_d_sends_what_line_c_sends_and_no_headers(measured: list[dict[str, Any]]) -> None:
+    for run in ("fsdp zero 3", "hsdp bf16", "hsdp zero 2 tp"):
+        c, d = (figures(of_line(measured, run, line)) for line in "CD")
+        assert set(d["bytes_over_formula_by_kind"].values()) == {1.0}
+        for kind, nbytes in c["bytes_by_kind"].items():
+            if not kind.startswith("publish"):
+                assert d["bytes_by_kind"][kind] == nbytes, (run, kind)
+        assert "publish" in d["bytes_in_optimizer_step"] or run == "fsdp zero 3"
+
+
+@pytest.mark.parametrize("run", ["fsdp zero 3", "fsdp zero 1", "hsdp bf16", "hsdp zero 2 tp"])
+def test_the_pool_is_its_plan(measured: list[dict[str, Any]], run: str) -> None:
+    ranks = of_line(measured, run, "D")
+    found = figures(ranks)
+    assert found["pool_bytes_over_plan"] == found["pool_kinds_over_bytes"] == 1
+    for rank in ranks:
+        pool, held = rank["pool"], rank["resident"]
+        assert pool["open"] and pool["groups_left_out"] == []
+        for kind, nbytes in pool["by_kind"].items():
+            assert rank["memory"][f"pool_{kind}"] == nbytes
+        assert pool["by_kind"]["gradients"] > 0 and pool["control_bytes"] == held["control"] > 0
+        assert pool["own_windows_bytes"] == held["gradients"] <= pool["by_kind"]["windows"]
+        rest = pool["bytes"] - pool["own_windows_bytes"]
+        stays = run == "fsdp zero 1"  # whole weights, in the pool and no longer on the heap
+        assert held["pool"] < rest if stays else held["pool"] == rest
+        # Buffers share, but where all weights and all gradients are there at once.
+        assert pool["bytes"] < pool["unshared_bytes"] + stays
+    kept = sum(found["resident_bytes_mean"][kind] for kind in (*RESIDENT, "pool", "control"))
+    formula = sum(found["resident_bytes_formula"].values())
+    assert found["resident_bytes_with_pool_over_formula"] == pytest.approx(kept / formula)
+    assert "pool" not in figures(of_line(measured, run, "C"))
+
+
+def test_a_pool_that_is_not_its_plan_is_a_breach(measured: list[dict[str, Any]]) -> None:
+    ranks = of_line(measured, "fsdp zero 3", "D")
+    ranks[1]["pool"]["bytes"] += 256
+    texts = breaches("D", figures(ranks))
+    assert [text.rpartition(" times ")[2] for text in texts] == ["its plan", "the pool"]
+    ranks[2]["pool"] = {"open": False, "notes": ["collectives: grouped calls instead"]}
+    (text,) = breaches("D", figures(ranks))
+    assert text.endswith("pool is not open on a rank: collectives: grouped calls instead")
+
+
 def test_lines_with_one_optimizer_train_alike(measured: list[dict[str, Any]]) -> None:
     of_rank = measured[0]["fsdp zero 3"]
     for line in "BM":
         assert of_rank[line]["losses"] == pytest.approx(of_rank["C"]["losses"], rel=1e-4)
+    assert of_rank["D"]["losses"] == of_rank["C"]["losses"]  # bit for bit
     assert of_rank["A"]["losses"][0] == pytest.approx(of_rank["C"]["losses"][0], rel=1e-5)
 
 
@@ -174,16 +218,17 @@ def test_phases_add_up_to_the_step(measured: list[dict[str, Any]]) -> None:
                 assert step["exposed_communication"] > 0
 
 
+@pytest.mark.parametrize("line", ["C", "D"])
 @pytest.mark.parametrize("kind", ["gather", "reduce", "publish"])
-def test_a_miscount_is_a_breach(measured: list[dict[str, Any]], kind: str) -> None:
-    ranks = of_line(measured, "hsdp bf16", "C")
+def test_a_miscount_is_a_breach(measured: list[dict[str, Any]], kind: str, line: str) -> None:
+    ranks = of_line(measured, "hsdp bf16", line)
     key = next(key for key in ranks[1]["sent"] if key[0] == kind)
     total = sum(rank["sent"].get(key, 0) for rank in ranks)
     ranks[1]["sent"][key] += round(total * 0.015)
-    (text,) = breaches("C", figures(ranks))
-    assert f"line C: {kind} {key[1]} sends 1.01" in text
+    (text,) = breaches(line, figures(ranks))
+    assert f"line {line}: {kind} {key[1]} sends 1.01" in text
     del ranks[1]["traffic_formula"], ranks[0]["traffic_formula"][key]  # traffic nobody foresaw
-    assert "sends inf times" in breaches("C", figures(ranks))[0]
+    assert "sends inf times" in breaches(line, figures(ranks))[0]
 
 
 def test_bytes_that_should_not_be_there_are_a_breach(measured: list[dict[str, Any]]) -> None:
@@ -262,18 +307,20 @@ def test_json_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     arguments = [*COMMON, "--json", str(figures_path), "--png", str(chart_path)]
     assert lines.main(arguments) == 0
     document = json.loads(figures_path.read_text(encoding="utf-8"))
-    assert list(document["lines"]) == ["A", "B", "C", "M"]
+    assert list(document["lines"]) == ["A", "B", "C", "D", "M"]
     for found in document["lines"].values():
         assert all(isinstance(found[key], float) for key in STEP_KEYS)
         assert found["bytes_over_formula"] == pytest.approx(1, abs=0.01)
         assert found["resident_bytes_over_formula"] == pytest.approx(1, abs=0.02)
         assert set(found["resident_bytes_mean"]) >= set(RESIDENT)
     assert document["step_over_line_c"]["C"] == document["optimizer_over_line_c"]["C"] == 1
+    assert document["step_over_line_a"]["A"] == 1 and document["step_over_line_a"]["D"] > 0
     assert (document["passed"], document["grid"]) == (True, "1x4")
     header = chart_path.read_bytes()[:24]
     assert header.startswith(b"\x89PNG") and min(struct.unpack(">II", header[16:])) > 400
     printed = capsys.readouterr().out
     assert "step time over line C's: A" in printed and "BREACH" not in printed
+    assert "step time over line A's: B" in printed and "line D keeps a pool of " in printed
 
 
 @pytest.mark.usefixtures("stored")
@@ -289,11 +336,12 @@ def test_a_breach_is_printed_and_decides_the_exit_status(
 def test_lines_that_do_not_apply_say_why() -> None:
     parser = lines.build_parser()
     options = parser.parse_args([*COMMON, "--sharding", "hsdp", "--zero-stage", "2"])
-    cases, reasons = lines.cases_of(options, "ABCM")
+    cases, reasons = lines.cases_of(options, "ABCDM")
     assert [(case.line, case.rows, case.columns) for case in cases] == [
         ("A", 2, 2),
         ("B", 2, 2),
         ("C", 2, 2),
+        ("D", 2, 2),
     ]
     assert list(reasons) == ["M"] and "2 rows, ZeRO stage 2" in reasons["M"]
 
@@ -301,7 +349,7 @@ def test_lines_that_do_not_apply_say_why() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--lines", "A,D"], "--lines A,D: name some of A,B,C,M"),
+        (["--lines", "A,H"], "--lines A,H: name some of A,B,C,D,M"),
         (["--lines", "M", "--zero-stage", "2"], "nothing to run: line M"),
         (["--ranks", "1"], "--ranks 1: at least 2"),
         (["--ranks", "4", "--tp", "3"], "a multiple of --tp"),
@@ -340,5 +388,5 @@ def test_ratios_are_paired_by_step() -> None:
 
     # The machine is half as fast in the second step: no ratio of medians would see 2.
     measured = {"C": [rank(1.0, 2.0, 1.0)], "B": [rank(1.0, 4.0, 2.0), rank(2.0, 3.0, 1.0)]}
-    assert over_line_c(measured, "step") == {"C": 1.0, "B": 2.0}
-    assert over_line_c({"B": measured["B"]}, "step") == {}
+    assert over_line(measured, "C", "step") == {"C": 1.0, "B": 2.0}
+    assert over_line({"B": measured["B"]}, "C", "step") == {}

@@ -118,6 +118,8 @@ def test_nothing_is_concluded_from_seeds_that_do_not_differ() -> None:
 
 def test_runs_differ_by_line_or_by_seed_alone() -> None:
     flags = ["--ranks", "4", "--sharding", "hsdp", "--shard-size", "2", "--lines", "B,C"]
+    first, other, second = long_run.runs_of(options(*flags[:-1], "B,D"))
+    assert replace(other.case, line="B") == first.case and other.name == "D"
     first, other, second = long_run.runs_of(options(*flags))
     assert (first.case.rows, first.case.columns) == (2, 2)
     assert replace(other.case, line="B") == first.case
@@ -129,7 +131,7 @@ def test_runs_differ_by_line_or_by_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--lines", "B"], "two or more of A,B,C,M"),
+        (["--lines", "B"], "two or more of A,B,C,D,M"),
         (["--lines", "B,X"], "two or more"),
         (["--lines", "A,C"], "--optimizer adam"),
         (["--ranks", "3"], "--samples 4"),

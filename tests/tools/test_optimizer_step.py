@@ -1,4 +1,4 @@
-"""tools/bench/optimizer_step.py: lines C and M against Muon on FSDP2."""
+"""tools/bench/optimizer_step.py: lines C, D and M against Muon on FSDP2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tools.bench import optimizer_step
 
 SMALL = {"many_small": (2, [(16, 16), (32, 16), (16, 32)]), "few_large": (1, [(48, 48)])}
-SYSTEMS = ["owners", "owners_m", "fsdp2_muon", "gather_once"]
+SYSTEMS = ["owners", "owners_d", "owners_m", "fsdp2_muon", "gather_once"]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,9 @@ def test_every_number_of_ranks_has_its_ratios(document: dict[str, Any]) -> None:
         for entry in found["settings"].values():
             assert list(entry["seconds"]) == SYSTEMS
             assert 0 < entry["line_c_over_fsdp2_muon"] <= found["line_c_over_fsdp2_muon"]
+            assert 0 < entry["line_d_over_fsdp2_muon"] <= found["line_d_over_fsdp2_muon"]
             assert 0 < entry["line_m_over_fsdp2_muon"] <= found["line_m_over_fsdp2_muon"]
+            assert entry["line_d_over_line_c"] > 0
         assert found["settings"]["many_small"]["line_m_over_stock_muon"] > 0
     top = {key: value for key, value in document.items() if key != "by_ranks"}
     assert top == document["by_ranks"]["4"]

@@ -16,7 +16,7 @@ from tools.bench.spans import LANES, Span, Spans
 from tools.sharded_training import Case
 
 LAYERS = [f"model.layers.{index}" for index in range(3)]
-RUNS = {"C": ["--sharding", "hsdp"], "A": [], "M": []}
+RUNS = {"C": ["--sharding", "hsdp"], "D": ["--sharding", "hsdp"], "A": [], "M": []}
 COMMON = ["--model", "nano", "--ranks", "4", "--sequence", "8", "--micro-batch", "1"]
 Events = list[dict[str, Any]]
 
@@ -98,8 +98,9 @@ def test_every_layer_is_seen_in_every_phase(ranks: list[dict[str, Any]], line: s
         assert "gradient norm" in names
 
 
-def test_weights_are_published_between_the_rows(ranks: list[dict[str, Any]]) -> None:
-    events = of_line(ranks, "C")
+@pytest.mark.parametrize("line", ["C", "D"])
+def test_weights_are_published_between_the_rows(ranks: list[dict[str, Any]], line: str) -> None:
+    events = of_line(ranks, line)
     sent: dict[int, set[str]] = {}
     received: dict[int, set[str]] = {}
     for rank in range(4):
@@ -114,9 +115,21 @@ def test_weights_are_published_between_the_rows(ranks: list[dict[str, Any]]) -> 
         assert sent.get(lower, set()) == received.get(upper, set())
     everything = set().union(*sent.values())
     assert all(any(name.startswith(layer) for name in everything) for layer in LAYERS)
-    for line in "AM":
-        other = of_line(ranks, line)
+    for name in "AM":
+        other = of_line(ranks, name)
         assert not [e for r in range(4) for e in spans_of(other, r) if e["cat"] == "publish"]
+
+
+def test_line_d_moves_the_same_in_the_same_lanes(ranks: list[dict[str, Any]]) -> None:
+    def moved(line: str, rank: int) -> dict[str, list[str]]:
+        spans = spans_of(of_line(ranks, line), rank)
+        return {
+            lane: sorted(event["name"] for event in spans if event["cat"] == lane)
+            for lane in ("gather", "reduce")
+        }
+
+    for rank in range(4):
+        assert moved("C", rank) == moved("D", rank)
 
 
 def test_waits_lie_in_the_compute_lane(ranks: list[dict[str, Any]]) -> None:

@@ -49,6 +49,10 @@ def test_the_figures_are_numbers_of_the_stated_settings(document: dict[str, Any]
     assert all(isinstance(document[key], float) and document[key] > 0 for key in KEYS)
     for key in KEYS[:2]:
         assert document[key] == document["settings"]["compute_heavy"][key]
+    for key in ("d_over_c", "d_over_a", "c_over_a"):
+        assert set(document[key]) == set(document["settings"])
+        for name, entry in document["settings"].items():
+            assert document[key][name] == entry[key] > 0
     for entry in document["settings"].values():
         for seconds in entry["seconds"].values():
             parts = seconds["forward"] + seconds["backward"] + seconds["optimizer"]
@@ -60,11 +64,13 @@ def test_both_adamw_systems_train_alike_and_losses_fall(document: dict[str, Any]
         assert entry["largest_loss_difference_adamw"] < 1e-4
         for losses in entry["losses"].values():
             assert losses[-1] < losses[0] - 0.01
+        assert entry["largest_loss_difference_d_and_c"] == 0  # bit for bit
 
 
 def test_resident_bytes_follow_formula_and_plan(document: dict[str, Any]) -> None:
     assert document["resident_bytes_over_formula"] == pytest.approx(1, abs=0.02)
     assert document["resident_bytes_over_plan"] == pytest.approx(1, abs=0.001)
+    assert document["line_d_resident_bytes_over_plan"] == pytest.approx(1, abs=0.001)
     for entry in document["settings"].values():
         memory = entry["memory"]
         for system in ("owner_muon", "owner_adamw"):
@@ -79,6 +85,9 @@ def test_resident_bytes_follow_formula_and_plan(document: dict[str, Any]) -> Non
             memory["owner_muon"]["resident_bytes_mean"]
             < memory["owner_adamw"]["resident_bytes_mean"]
         )
+        # Line D keeps its pool, and so has less to make in a step.
+        assert memory["ready_muon"]["resident_bytes_over_formula"] > 1.1
+        assert memory["ready_muon"]["peak_runtime_bytes_worst_rank"] > 0
 
 
 def test_compute_heavy_has_under_five_percent_newton_schulz() -> None:

@@ -1,9 +1,9 @@
 """How long a thread stands in waits of collectives.
 
 Owns ``Blocked``. Invariant: it wraps the one call in which every wait of torch.distributed ends
-(``Work.wait``: blocking collectives, handles, FSDP2's own), so no line can wait unseen, and changes
-nothing else. A wait for a slower rank counts as communication. Tested by
-``tests/tools/test_lines.py``.
+(``Work.wait``: blocking collectives, handles, FSDP2's own) and the three in which a thread waits
+for an operator of the host fabric, so no line can wait unseen, and changes nothing else. A wait for
+a slower rank counts as communication. Tested by ``tests/tools/test_lines.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megamuon.collectives.host_engine import HostOperator
 from megamuon.collectives.publish import Publisher
+from megamuon.collectives.ready_publish import ReadyPublisher
+
+WAITS = (
+    (dist.Work, "wait"),
+    (HostOperator, "wait"),
+    (HostOperator, "publish_wait"),
+    (HostOperator, "publish_drain"),
+)
 
 
 class Blocked:
@@ -29,12 +38,20 @@ class Blocked:
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Count all waits of this process until the block ends."""
-        original = dist.Work.wait
+        originals = [(kind, name, getattr(kind, name)) for kind, name in WAITS]
+        for kind, name, original in originals:
+            setattr(kind, name, self._timed(original))
+        try:
+            yield
+        finally:
+            for kind, name, original in originals:
+                setattr(kind, name, original)
 
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
-                return original(work, *args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 seconds = time.perf_counter() - start
                 if self._publishing:
@@ -42,13 +59,9 @@ class Blocked:
                 else:
                     self.communication += seconds
 
-        dist.Work.wait = wait
-        try:
-            yield
-        finally:
-            dist.Work.wait = original
+        return wait
 
-    def follow(self, publisher: Publisher) -> None:
+    def follow(self, publisher: Publisher | ReadyPublisher) -> None:
         """Count the waits inside ``publisher`` as waits for published weights."""
         for name in ("expect", "wait", "drain"):
             setattr(publisher, name, self._marked(getattr(publisher, name)))

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megamuon.collectives.ready import ReadyTransport
 from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership import OwnershipPlan
+from megamuon.runtime import Runtime
 
 FP32 = 4  # bytes
 SCALAR = 4  # AdamW's step counter, one per piece of a parameter
@@ -55,10 +58,53 @@ def reachable_tensors(root: object) -> Iterator[Tensor]:
             waiting.extend(getattr(thing, slot, None) for slot in slots)
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages behind ``tensors``; a released storage has none."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+def storage_bytes(tensors: Iterable[Tensor], outside: range = range(0)) -> int:
+    """Bytes of the distinct storages behind ``tensors``; a released storage has none, and those
+    that begin at an address in ``outside`` do not count.
+    """
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(s.nbytes() for s in storages.values() if s.data_ptr() not in outside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Bytes of the segments that a rank on the host fabric shares with others, by what they are
+    for; ``pool_at`` are the addresses of the pool, in which tensors of the runtime lie.
+    """
+
+    pool: int = 0  # the whole segment: leases, windows, gaps
+    windows: int = 0  # of it: this rank's own gradient windows
+    control: int = 0  # rings, cursors, flags
+    pool_at: range = range(0)
+
+    @property
+    def leases(self) -> int:
+        """What the pool has beyond this rank's windows."""
+        return self.pool - self.windows
+
+
+def shared_of(runtime: object) -> Shared:
+    """The segments of a runtime; nothing where no fabric is in use. Leader copies are tensors,
+    which ``reachable_tensors`` finds.
+    """
+    transport = runtime.engine.transport if isinstance(runtime, Runtime) else None
+    if not isinstance(transport, ReadyTransport):
+        return Shared()
+    fabric = transport.fabric
+    memory, control = fabric.memory, fabric.control_bytes
+    if memory is None:
+        return Shared(control=control)
+    at = memory.bases[memory.rank]
+    return Shared(
+        pool=memory.nbytes,
+        windows=sum(
+            group.window.numel() * group.window.element_size()
+            for group in runtime.groups
+            if group.window_pooled
+        ),
+        control=control,
+        pool_at=range(at, at + memory.nbytes),
+    )
 
 
 def formula_bytes(parameters: Iterable[LogicalParameter], world: int) -> float:

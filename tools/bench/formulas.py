@@ -1,6 +1,6 @@
 """What a line should send and hold: the closed forms and the plan, in bytes.
 
-Owns the arithmetic that counted bytes are compared with, for lines A, B, C and M on a grid of R
+Owns the arithmetic that counted bytes are compared with, for lines A, B, C, D and M on a grid of R
 rows (replicas) and K columns (shard ranks) with T tensor-parallel ranks behind each. Invariant:
 pure functions of a plan's parameters and places; nothing here looks at a runtime. Tested by
 ``tests/tools/test_lines.py``.
@@ -19,8 +19,12 @@ each tensor-parallel rank's pieces of them:
   travel to the owner in the reduction dtype, the new weights back in the compute dtype. Parameters
   in even slices are all-reduced; the sums come back in the master dtype (line A: all-reduced in the
   reduction dtype). A message of a publish has a header, which is not in the formula.
+  Line D publishes payloads alone.
 * matrix_gather, inside rows, line B: R (K-1) M, the momentum of the M elements of matrices, in the
   master dtype.
+
+Line D moves what line C moves, and holds what it holds; beyond that it keeps a symmetric pool,
+whose size is a plan of its own (``megamuon/runtime/pool.py``), and control memory.
 
 FSDP2 (line A) pads dim 0 of every parameter to a multiple of K, which travels and stays: its forms
 are over padded sizes, and the padding is stated apart.
@@ -120,7 +124,8 @@ def resident_formula(plan: OwnershipPlan, shape: Shape) -> dict[str, float]:
 
     With O owned elements and E in even slices: masters O/(RK) + E/K, copies that rows gather from
     O/K in the compute dtype if there are several rows, gradients and optimizer state O/(RK) + E/K.
-    ZeRO-1 adds whole weights. Pieces of all tensor-parallel ranks, over their number.
+    ZeRO-1 adds whole weights. Pieces of all tensor-parallel ranks, over their number. Line D's pool
+    is not in it.
     """
     grid, widths = plan.topology, shape.widths
     size, bare = _sizes(plan, shape.line == "A"), _sizes(plan, False)

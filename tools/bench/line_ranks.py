@@ -6,7 +6,8 @@ Tested by ``tests/tools/test_lines.py``.
 
 A line's turn is a barrier, then steps back to back. With several rows the first step of a turn is
 not recorded: the next one's forward pass is what the publish of weights overlaps, and another
-line's step in between would hide the wait for it.
+line's step in between would hide the wait for it. Line D opens its symmetric pool after its second
+step, so all of that lies in the warm-up.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from megamuon.ownership import OwnershipPlan
+from megamuon.runtime import Runtime
 from tools.bench.blocked import Blocked
-from tools.bench.footprint import storage_bytes
+from tools.bench.footprint import Shared, shared_of, storage_bytes
 from tools.bench.formulas import (
     ACROSS,
     INSIDE,
@@ -32,14 +34,24 @@ from tools.bench.formulas import (
     resident_plan,
     traffic_formula,
 )
+from tools.bench.operator_calls import OperatorCalls
 from tools.bench.systems import Line, staged_step
 from tools.bench.wire import Call, count_bytes
 from tools.sharded_training import Case
 
 PHASES = ("forward", "backward", "optimizer", "exposed_communication", "publish_wait")
-WARM_UP = 2  # rounds: the first freezes orders, and caches fill
+# Rounds: the first freezes orders, the second opens line D's pool, the third makes its operators'
+# tables; and caches fill.
+WARM_UP = 3
 WORLD, TP = "world", "tp"
 CLASSES = (INSIDE, ACROSS, TP, WORLD)
+OPERATORS: dict[str, Key] = {  # of the host fabric; ``share`` sends finished sums to all rows
+    "ready gather": ("gather", INSIDE),
+    "ready reduce inside": ("reduce", INSIDE),
+    "ready reduce across": ("reduce", ACROSS),
+    "ready share": ("reduce", ACROSS),
+    "ready publish": ("publish", ACROSS),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +74,17 @@ def work(rank: int, world: int, cases: Sequence[Case], schedule: Schedule) -> di
     # FSDP2 warns of in-place operations on a model output that is a view; nobody does any here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-    lines = {
-        case.line: Line(case, rank, compute=schedule.compute, reduce=schedule.reduce)
-        for case in cases
-    }
-    timed = time_lines(lines, schedule)
-    found = {}
-    for name, line in lines.items():
-        shape = Shape(line=name, zero_stage=line.case.zero_stage, widths=schedule.widths)
-        found[name] = timed[name] | sent(line, shape) | resident(line, shape)
+    operators = OperatorCalls()
+    with operators.watch():
+        lines = {
+            case.line: Line(case, rank, compute=schedule.compute, reduce=schedule.reduce)
+            for case in cases
+        }
+        timed = time_lines(lines, schedule)
+        found = {}
+        for name, line in lines.items():
+            shape = Shape(line=name, zero_stage=line.case.zero_stage, widths=schedule.widths)
+            found[name] = timed[name] | sent(line, shape, operators) | resident(line, shape)
     for line in lines.values():
         line.runtime.close()
     return found
@@ -134,12 +148,12 @@ def mean_over_ranks(value: float) -> float:
 # --- bytes that move -----------------------------------------------------------------------------
 
 
-def sent(line: Line, shape: Shape) -> dict[str, Any]:
+def sent(line: Line, shape: Shape, operators: OperatorCalls) -> dict[str, Any]:
     """Bytes that this rank sends in a step, by kind and link class, read off its calls; what the
     runtime's own counter says; the closed forms.
     """
     line.runtime.traffic.reset()
-    with count_bytes() as counter:
+    with count_bytes() as counter, operators.to(counter):
 
         def mark(phase: str) -> None:
             counter.phase = phase
@@ -167,7 +181,9 @@ def sent(line: Line, shape: Shape) -> dict[str, Any]:
 
 
 def kind_of(line: Line, call: Call) -> Key:
-    """Kind and link class of a call, from its process group and phase."""
+    """Kind and link class of a call, from its operator, or its process group and phase."""
+    if call.operation in OPERATORS:
+        return OPERATORS[call.operation]
     mesh, optimizer = line.mesh, call.phase in ("optimizer", "end")
     if optimizer and call.operation == "allreduce":
         return ("norm", WORLD)
@@ -195,13 +211,18 @@ def resident(line: Line, shape: Shape) -> dict[str, Any]:
 
     ``overhead`` are headers of leader copies, AdamW's step counters and, at ZeRO-1, the alignment
     of weights; ``transient`` is what should be gone by then; ``unaccounted`` the difference to all
-    tensor storages that the runtime and the model lead to.
+    tensor storages that the runtime and the model lead to, with an open pool as one of them.
+    ``pool`` and ``control`` are what line D keeps for its transfers; windows in the pool, and
+    weights that stay there, count as what they are.
     """
-    runtime, found = line.runtime, dict[str, int]()
+    runtime, found, shared = line.runtime, dict[str, int](), Shared()
 
     def look(phase: str) -> None:
+        nonlocal shared
         if phase == "optimizer":
-            found.update(runtime.memory(), storages=storage_bytes(line.tensors()))
+            shared = shared_of(runtime)
+            stored = storage_bytes(line.tensors(), shared.pool_at) + shared.pool
+            found.update(runtime.memory(), storages=stored)
 
     staged_step(line, line.tokens(10_001), look)
     line.settle()
@@ -217,8 +238,11 @@ def resident(line: Line, shape: Shape) -> dict[str, Any]:
     )
     stored = found.pop("storages")
     unaccounted = stored - sum(found.values())
-    gathered, kept, alignment = found["gathered_weights"], 0, 0
+    gathered, pooled, kept, alignment = found["gathered_weights"], 0, 0, 0
     if shape.zero_stage == 1:
+        whole = (group.weights for group in runtime.groups)
+        pooled = sum(weights.nbytes for weights in whole if weights.alive and weights.bound)
+        gathered += pooled
         alignment = sum(
             group.weights.layout.numel - sum(p.piece_numel(group.tp_rank) for p in group.parameters)
             for group in runtime.groups
@@ -227,16 +251,45 @@ def resident(line: Line, shape: Shape) -> dict[str, Any]:
         kept = gathered - alignment
     held = {
         "parameters": found["masters"] + found["leader_copies"] - headers + kept,
-        "gradients": found["windows"],
+        "gradients": found["windows"] + shared.windows,
         "optimizer_state": found["optimizer_state"] - counters,
         "overhead": headers + counters + alignment,
         "transient": gathered - kept - alignment + found["gradient_slots"] + found["accumulators"],
+        "pool": shared.leases - pooled,
+        "control": shared.control,
         "unaccounted": unaccounted,
     }
     mesh = line.mesh
     return {
+        "pool": pool_of(line),
         "resident": held,
         "memory": found,
         "resident_plan": resident_plan(runtime.plan, shape, mesh.data_parallel_rank, mesh.tp_rank),
         "resident_formula": resident_formula(runtime.plan, shape),
+    }
+
+
+def pool_of(line: Line) -> dict[str, Any] | None:
+    """Line D's symmetric pool beside its plan: bytes of the segment and by kind, and what the
+    buffers would take if none shared memory. None on lines that have none; ``open`` says whether a
+    line that should have one does, ``notes`` why not.
+    """
+    runtime = line.runtime
+    if line.case.transport != "ready":
+        return None
+    notes = runtime.notes()
+    opened = runtime.opened if isinstance(runtime, Runtime) else None
+    if opened is None:
+        return {"open": False, "notes": notes}
+    plan, shared = opened.plan, shared_of(runtime)
+    return {
+        "open": True,
+        "notes": notes,
+        "bytes": shared.pool,
+        "plan_bytes": plan.total,
+        "by_kind": plan.nbytes,
+        "unshared_bytes": sum(plan.sizes.values()) + plan.nbytes["windows"],
+        "own_windows_bytes": shared.windows,
+        "control_bytes": shared.control,
+        "groups_left_out": sorted(runtime.left_out_of_pool()),
     }

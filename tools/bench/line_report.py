@@ -35,6 +35,7 @@ def figures(ranks: Ranks) -> dict[str, Any]:
         **medians,
         **_traffic(ranks),
         **_resident(ranks),
+        **_pool(ranks),
         "losses": ranks[0]["losses"],
     }
 
@@ -93,6 +94,26 @@ def _resident(ranks: Ranks) -> dict[str, Any]:
     }
 
 
+def _pool(ranks: Ranks) -> dict[str, Any]:
+    """Line D's pool, equal on all ranks; and all that a rank keeps over the closed form, which has
+    no pool: parameters, gradients, state, pool and control memory.
+    """
+    pools = [rank["pool"] for rank in ranks]
+    if pools[0] is None:
+        return {}
+    formula = sum(ranks[0]["resident_formula"].values())
+    kept = (*RESIDENT, "pool", "control")
+    mean = statistics.fmean(sum(rank["resident"][kind] for kind in kept) for rank in ranks)
+    closed = [pool for pool in pools if not pool["open"]]
+    found = {"pool": (closed or pools)[0], "resident_bytes_with_pool_over_formula": mean / formula}
+    if not closed:
+        over = (pool["bytes"] / pool["plan_bytes"] for pool in pools)
+        found["pool_bytes_over_plan"] = farthest(over)
+        kinds = (sum(pool["by_kind"].values()) / pool["bytes"] for pool in pools)
+        found["pool_kinds_over_bytes"] = farthest(kinds)
+    return found
+
+
 def farthest(ratios: Any) -> float:
     """The ratio that is farthest from 1; 1 of none."""
     return max(ratios, key=lambda value: abs(value - 1), default=1.0)
@@ -115,24 +136,38 @@ def breaches(line: str, found: Mapping[str, Any]) -> list[str]:
     for kind in ("transient", "unaccounted"):
         if most := max(rank[kind] for rank in found["resident_bytes_of_ranks"]):
             wrong.append(f"line {line}: {most} {kind} bytes on a rank between passes")
+    if "pool" in found:
+        wrong += _pool_breaches(line, found)
     allowed = IN_THE_STEP | ({"matrix_gather"} if line == "B" else set())
     for kind in sorted(set(found["bytes_in_optimizer_step"]) - allowed):
         wrong.append(f"line {line}: the optimizer step sends {kind}")
     return wrong
 
 
-def over_line_c(measured: Mapping[str, Ranks], phase: str) -> dict[str, float]:
-    """A phase's time over line C's: medians over steps of ratios of the slowest ranks, so that a
-    drift of the machine hits both alike.
+def _pool_breaches(line: str, found: Mapping[str, Any]) -> list[str]:
+    if "pool_bytes_over_plan" not in found:
+        notes = "; ".join(found["pool"]["notes"])
+        return [f"line {line}: the symmetric pool is not open on a rank: {notes}"]
+    wrong = []
+    if (ratio := found["pool_bytes_over_plan"]) != 1:
+        wrong.append(f"line {line}: the pool takes {ratio:.4f} times its plan")
+    if (ratio := found["pool_kinds_over_bytes"]) != 1:
+        wrong.append(f"line {line}: the pool's kinds add up to {ratio:.4f} times the pool")
+    return wrong
+
+
+def over_line(measured: Mapping[str, Ranks], base: str, phase: str) -> dict[str, float]:
+    """A phase's time over line ``base``'s: medians over steps of ratios of the slowest ranks, so
+    that a drift of the machine hits both alike.
     """
-    if "C" not in measured:
+    if base not in measured:
         return {}
     times = {
         line: [max(s[phase] for s in step) for step in zip(*_steps(ranks), strict=True)]
         for line, ranks in measured.items()
     }
     return {
-        line: statistics.median(a / b for a, b in zip(mine, times["C"], strict=True))
+        line: statistics.median(a / b for a, b in zip(mine, times[base], strict=True))
         for line, mine in times.items()
     }
 
@@ -162,7 +197,22 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
         text.append(
             _row(line, [*map(_mib, held), _mib(sum(held)), *(f"{ratio:.4f}" for ratio in ratios)])
         )
+    text += [_pool_text(line, found) for line, found in lines.items() if "pool" in found]
     return "\n".join(text)
+
+
+def _pool_text(line: str, found: Mapping[str, Any]) -> str:
+    pool = found["pool"]
+    if not pool["open"]:
+        return f"line {line}: no pool"
+    kinds = ", ".join(f"{kind} {_mib(size)}" for kind, size in pool["by_kind"].items() if size)
+    left_out = len(pool["groups_left_out"])
+    return (
+        f"line {line} keeps a pool of {_mib(pool['bytes'])} MiB ({kinds}), where its buffers alone"
+        f" would take {_mib(pool['unshared_bytes'])}, and {_mib(pool['control_bytes'])} MiB of"
+        f" control memory: in all {found['resident_bytes_with_pool_over_formula']:.4f} x formula"
+        + (f"; {left_out} groups are left out" if left_out else "")
+    )
 
 
 def _row(name: str, cells: Sequence[str]) -> str:

@@ -2,14 +2,16 @@
 
   A  torch's FSDP2 with AdamW
   B  even slices; momentum is gathered and every rank works on every matrix
-  C  this runtime: every matrix has one owner, on HSDP one in the whole cluster
+  C  this runtime on torch's collectives: every matrix has one owner, on HSDP one in all rows
+  D  the same owners; operators in shared memory gather, reduce and publish, in a symmetric pool
   M  MatrixFSDP: owners on one row at ZeRO-3, segments sent from owner to rank
 
 train the same preset from the same weights on the same tokens in one process group, in turns. A
 phase is the work of the slowest rank in it; time that a rank stands in a wait is exposed
 communication, or publish wait where it waits for another row's new weights. Bytes are counted from
 the collective calls of a step and compared with the closed forms (``formulas.py`` states them),
-resident bytes with the paper's section 4.4 and with each rank's plan.
+resident bytes with the paper's section 4.4 and with each rank's plan. Line D's pool and control
+memory come on top of that section's forms; the pool is compared with its own plan.
 
     python tools/bench/lines.py --model tiny --ranks 4 --json out.json
 
@@ -40,7 +42,7 @@ from tools.bench.line_report import (  # noqa: E402
     breaches,
     chart,
     figures,
-    over_line_c,
+    over_line,
     plotting,
     table,
 )
@@ -153,8 +155,9 @@ def document_of(
         "load": os.getloadavg()[0],
         "lines": lines,
         "not_applicable": reasons,
-        "step_over_line_c": over_line_c(measured, "step"),
-        "optimizer_over_line_c": over_line_c(measured, "optimizer_with_waits"),
+        "step_over_line_c": over_line(measured, "C", "step"),
+        "step_over_line_a": over_line(measured, "A", "step"),
+        "optimizer_over_line_c": over_line(measured, "C", "optimizer_with_waits"),
         "breaches": wrong,
         "passed": not wrong,
     }
@@ -171,11 +174,11 @@ def print_document(document: dict[str, Any]) -> None:
     print(table(document["lines"]))
     for line, reason in document["not_applicable"].items():
         print(f"  {line}: not applicable: {reason}")
-    for name in ("step", "optimizer"):
-        ratios = document[f"{name}_over_line_c"].items()
-        text = ", ".join(f"{line} {ratio:.3f}" for line, ratio in ratios if line != "C")
+    for name, base in (("step", "C"), ("step", "A"), ("optimizer", "C")):
+        ratios = document[f"{name}_over_line_{base.lower()}"].items()
+        text = ", ".join(f"{line} {ratio:.3f}" for line, ratio in ratios if line != base)
         if text:
-            print(f"{name} time over line C's: {text}")
+            print(f"{name} time over line {base}'s: {text}")
     for text in document["breaches"]:
         print(f"BREACH {text}")
 

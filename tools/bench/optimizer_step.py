@@ -1,10 +1,11 @@
 """Optimizer step on owners against the two ways to run Muon on FSDP2 shards.
 
-Four systems train the same stack of linear layers in one process group, interleaved, with one
+Five systems train the same stack of linear layers in one process group, interleaved, with one
 formula (the standard Newton-Schulz form, Polar Express coefficients, FP32), so that only the
 distribution differs:
 
   owners        this runtime, line C: every matrix is updated once, by its owner
+  owners_d      line D: the same owners, gradients and weights moved by operators in shared memory
   owners_m      line M: the same with MatrixFSDP's planner, which gives owners single matrices by
                 their size, and segments sent from owner to rank
   fsdp2_muon    the iteration on FSDP2 ``DTensor``s, as ``torch.optim.Muon`` runs it: every product
@@ -23,7 +24,6 @@ Tested by ``tests/tools/test_optimizer_step.py``.
 
 from __future__ import annotations
 
-import abc
 import argparse
 import json
 import os
@@ -41,191 +41,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
 
-from megamuon.optim.coefficients import coefficient_set  # noqa: E402
-from megamuon.optim.muon import MuonConfig  # noqa: E402
-from megamuon.optim.newton_schulz import NewtonSchulzConfig  # noqa: E402
-from megamuon.ownership import PlannerSettings  # noqa: E402
-from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard  # noqa: E402
 from tools.bench.common import count_collectives, run_bench_ranks, warn_if_busy  # noqa: E402
+from tools.bench.optimizer_systems import (  # noqa: E402
+    Fsdp2,
+    GatherOnce,
+    Owners,
+    OwnersD,
+    OwnersM,
+    StockMuon,
+    System,
+)
 
-LR, WD, MOMENTUM = 1e-3, 0.1, 0.95
+LINES = {"line_c": "owners", "line_d": "owners_d", "line_m": "owners_m"}
 SETTINGS = {
     # name: (layers, [(out, in) of each layer's matrices])
     "many_small": (12, [(128, 128), (128, 128), (256, 128), (128, 256)]),
     "few_large": (4, [(1024, 1024), (1024, 1024)]),
 }
-
-
-class Layer(nn.Module):
-    """Matrices applied one after another, each to and from a common width."""
-
-    def __init__(self, shapes: list[tuple[int, int]]) -> None:
-        super().__init__()
-        self.maps = nn.ModuleList(nn.Linear(i, o, bias=False) for o, i in shapes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for linear in self.maps:
-            x = torch.tanh(linear(x[..., : linear.in_features]))
-        return x
-
-
-class Stack(nn.Module):
-    """Layers of matrices; a few rows of input, so that the optimizer is what costs."""
-
-    def __init__(self, layers: int, shapes: list[tuple[int, int]]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(shapes) for _ in range(layers))
-        self.width = shapes[0][1]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def newton_schulz(matrix: Tensor) -> Tensor:
-    """The standard form in plain operations, which run on tensors and on DTensors alike."""
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.mT if tall else matrix
-    x = x / x.norm()
-    for a, b, c in coefficient_set("polar_express").sequence(5):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
-
-
-def scaled_lr(shape: torch.Size) -> float:
-    """Learning rate times 0.2 sqrt(max(rows, columns))."""
-    return LR * 0.2 * max(shape) ** 0.5
-
-
-class System(abc.ABC):
-    """One way to train the stack: ``backward`` makes gradients, ``step`` is what is timed."""
-
-    def __init__(self, layers: int, shapes: list[tuple[int, int]]) -> None:
-        torch.manual_seed(0)
-        self.model: nn.Module = Stack(layers, shapes)
-        for parameter in self.model.parameters():  # keeps signals alive through all the layers
-            nn.init.orthogonal_(parameter, gain=5 / 3)
-        self.width = shapes[0][1]
-
-    def backward(self, rank: int, step: int) -> None:
-        generator = torch.Generator().manual_seed(1000 * rank + step)
-        inputs = torch.randn(4, self.width, generator=generator)
-        self.model(inputs).square().mean().backward()
-
-    @abc.abstractmethod
-    def step(self) -> None:
-        """What is timed: from gradients to new weights."""
-
-    def weights(self) -> list[Tensor]:
-        return [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
-
-
-class Owners(System):
-    """This runtime, line C."""
-
-    planner = "lpt"
-    collectives = "grouped"
-
-    def __init__(self, layers: int, shapes: list[tuple[int, int]]) -> None:
-        super().__init__(layers, shapes)
-        muon = MuonConfig(
-            momentum=MOMENTUM,
-            newton_schulz=NewtonSchulzConfig(coefficients="polar_express", form="standard"),
-        )
-        # A unit per matrix: the layers are uniform, so the default threshold would merge them.
-        config = RuntimeConfig(
-            unit_threshold=1,
-            collectives=self.collectives,
-            planner=PlannerSettings(policy=self.planner),
-            optimizer=OptimizerSettings(muon=muon, clip=0.0),
-        )
-        self.runtime = shard(self.model, layers=(Layer,), config=config)
-
-    def backward(self, rank: int, step: int) -> None:
-        super().backward(rank, step)
-        self.runtime.engine.finish_reductions()
-
-    def step(self) -> None:
-        self.runtime.step(LR, WD)
-
-    def weights(self) -> list[Tensor]:
-        whole = dict(self.runtime.full_parameters())
-        return [whole[name] for name, _ in self.model.named_parameters()]
-
-
-class OwnersM(Owners):
-    """This runtime, line M."""
-
-    planner = "role_greedy"
-    collectives = "p2p"
-
-
-class Fsdp2(System):
-    """The shards of FSDP2 with momentum on them."""
-
-    def __init__(self, layers: int, shapes: list[tuple[int, int]]) -> None:
-        super().__init__(layers, shapes)
-        for layer in self.model.layers:
-            fully_shard(layer)
-        fully_shard(self.model)
-        self.momenta = {id(p): torch.zeros_like(p) for p in self.model.parameters()}
-
-    def inputs(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Nesterov inputs; gradients are consumed."""
-        found = []
-        for parameter in self.model.parameters():
-            momentum = self.momenta[id(parameter)]
-            momentum.mul_(MOMENTUM).add_(parameter.grad)
-            found.append((parameter, parameter.grad + MOMENTUM * momentum))
-            parameter.grad = None
-        return found
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter, momentum in self.inputs():
-            update = newton_schulz(momentum)
-            parameter.mul_(1 - LR * WD)
-            parameter.add_(update, alpha=-scaled_lr(parameter.shape))
-
-
-class GatherOnce(Fsdp2):
-    """One all-gather of everything, then all matrices on all ranks."""
-
-    @torch.no_grad()
-    def step(self) -> None:
-        pairs = self.inputs()
-        local = [momentum.to_local() for _, momentum in pairs]
-        flat = torch.cat([part.reshape(-1) for part in local])
-        world = dist.get_world_size()
-        gathered = flat.new_empty(world * flat.numel())
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered, flat)
-        ranks = gathered.view(world, -1).split([part.numel() for part in local], dim=1)
-        for (parameter, _), pieces in zip(pairs, ranks, strict=True):
-            whole = pieces.reshape(parameter.shape)  # rows divide by the number of ranks here
-            update = newton_schulz(whole)
-            mine = update.chunk(world)[dist.get_rank()]
-            shard_of = parameter.to_local()
-            shard_of.mul_(1 - LR * WD)
-            shard_of.add_(mine, alpha=-scaled_lr(parameter.shape))
-
-
-class StockMuon(Fsdp2):
-    """``torch.optim.Muon`` as it ships: BF16, its own coefficients."""
-
-    def __init__(self, layers: int, shapes: list[tuple[int, int]]) -> None:
-        super().__init__(layers, shapes)
-        self.optimizer = torch.optim.Muon(self.model.parameters(), lr=LR, weight_decay=WD)
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 def timed(system: System, rank: int, step: int) -> float:
@@ -251,6 +84,7 @@ def work(
     results: dict[str, object] = {}
     kinds: dict[str, Callable[..., System]] = {
         "owners": Owners,
+        "owners_d": OwnersD,
         "owners_m": OwnersM,
         "fsdp2_muon": Fsdp2,
         "gather_once": GatherOnce,
@@ -258,7 +92,8 @@ def work(
     for name, (layers, shapes) in settings.items():
         systems = {kind: build(layers, shapes) for kind, build in kinds.items()}
         for index, system in enumerate(systems.values()):
-            timed(system, rank, index)  # warm-up, on different data
+            for _ in range(system.warm_up):  # on different data
+                timed(system, rank, index)
         times: dict[str, list[float]] = {kind: [] for kind in systems}
         for step in range(repeats):
             for kind, system in systems.items():
@@ -266,6 +101,9 @@ def work(
         systems["owners"].backward(rank, 99)
         with count_collectives() as counted:
             systems["owners"].step()
+        for system in systems.values():
+            if isinstance(system, Owners):
+                system.close()
         medians = {kind: statistics.median(seconds) for kind, seconds in times.items()}
         entry: dict[str, object] = {
             "matrices": layers * len(shapes),
@@ -273,8 +111,11 @@ def work(
             "seconds": medians,
             "speedup_vs_fsdp2_muon": medians["fsdp2_muon"] / medians["owners"],
             "speedup_vs_gather_once": medians["gather_once"] / medians["owners"],
-            "line_c_over_fsdp2_muon": ratio(times["owners"], times["fsdp2_muon"]),
-            "line_m_over_fsdp2_muon": ratio(times["owners_m"], times["fsdp2_muon"]),
+            **{
+                f"{line}_over_fsdp2_muon": ratio(times[kind], times["fsdp2_muon"])
+                for line, kind in LINES.items()
+            },
+            "line_d_over_line_c": ratio(times["owners_d"], times["owners"]),
             "collectives_in_our_step": counted,
             "largest_weight_difference": _difference(layers, shapes, kinds, rank),
         }
@@ -282,8 +123,8 @@ def work(
             system = StockMuon(layers, shapes)
             seconds = timed(system, rank, 50)
             entry["stock_muon_seconds"] = seconds
-            entry["line_c_over_stock_muon"] = medians["owners"] / seconds
-            entry["line_m_over_stock_muon"] = medians["owners_m"] / seconds
+            for line, kind in LINES.items():
+                entry[f"{line}_over_stock_muon"] = medians[kind] / seconds
         results[name] = entry
     return results
 
@@ -305,6 +146,8 @@ def _difference(
         system.backward(rank, 7)
         system.step()
         ends.append([w.detach().clone() for w in system.weights()])
+        if isinstance(system, Owners):
+            system.close()
     return max(
         float((a - b).abs().max())
         for other in ends[1:]
@@ -324,8 +167,10 @@ def run(ranks: int, repeats: int, stock: bool) -> dict[str, Any]:
         "settings": results,
         "speedup_vs_fsdp2_muon": min(r["speedup_vs_fsdp2_muon"] for r in results.values()),
         "speedup_vs_gather_once": min(r["speedup_vs_gather_once"] for r in results.values()),
-        "line_c_over_fsdp2_muon": max(r["line_c_over_fsdp2_muon"] for r in results.values()),
-        "line_m_over_fsdp2_muon": max(r["line_m_over_fsdp2_muon"] for r in results.values()),
+        **{
+            key: max(r[key] for r in results.values())
+            for key in (f"{line}_over_fsdp2_muon" for line in LINES)
+        },
         "optimizer_collectives": counted - norm_scalars,
     }
 
@@ -345,16 +190,22 @@ def print_document(document: dict[str, Any]) -> None:
             f" weights agree to {entry['largest_weight_difference']:.1e}"
         )
         print(
-            f"              time over fsdp2_muon: line C {entry['line_c_over_fsdp2_muon']:.3f},"
-            f" line M {entry['line_m_over_fsdp2_muon']:.3f}"
+            f"              time over fsdp2_muon: {lines_over(entry, 'fsdp2_muon')};"
+            f" line D over line C {entry['line_d_over_line_c']:.3f}"
         )
         if "stock_muon_seconds" in entry:
             print(
                 f"              torch.optim.Muon (BF16): {entry['stock_muon_seconds']:.3f};"
-                f" over it line C {entry['line_c_over_stock_muon']:.3f},"
-                f" line M {entry['line_m_over_stock_muon']:.3f}"
+                f" over it {lines_over(entry, 'stock_muon')}"
             )
     print(f"collectives in our step beyond the norm scalar: {document['optimizer_collectives']}")
+
+
+def lines_over(entry: dict[str, Any], other: str) -> str:
+    """``line C 0.123, ...``"""
+    return ", ".join(
+        f"line {line[-1].upper()} {entry[f'{line}_over_{other}']:.3f}" for line in LINES
+    )
 
 
 def rank_counts(text: str) -> list[int]:

@@ -1,11 +1,13 @@
 """What a rank does when: spans of one step, from hooks around a line's own calls.
 
-Owns ``Spans`` and the two ways to attach it, to the owner runtime and to FSDP2. Invariant: hooks
-only look at the clock; calls, their order and their results are as without them. Tested by
+Owns ``Spans`` and the ways to attach it, to the owner runtime, its publishers and FSDP2. Invariant:
+hooks only look at the clock; calls, their order and their results are as without them. Tested by
 ``tests/tools/test_trace.py``.
 
 A span of a collective runs from its launch to the end of the wait for it; what is still in flight
-at an end of the step is cut there and marked ``cut``. In the compute lane a layer's forward span
+at an end of the step is cut there and marked ``cut``. Line D's operators have no handle per
+parameter of a publish: a send ends with the wait for the whole round, a receive with the wait of
+the layer that needs it. In the compute lane a layer's forward span
 holds its waits; a layer's backward span runs to the start of the next one, because autograd has no
 sign of its end.
 """
@@ -14,10 +16,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megamuon.collectives.ready_publish import ReadyPublisher
 from megamuon.runtime import Runtime
 from megamuon.runtime.layer_group import LayerGroup
 from tools.bench.systems import Line
@@ -109,6 +112,13 @@ class Spans:
         if (flying := self._flying.pop((lane, key), None)) is not None:
             self.add(lane, flying[0], flying[1], stop)
             self.add("compute", f"wait for {flying[0]}", start, stop)
+
+    def land(self, lane: str, key: object) -> None:
+        """The collective of that key, if it is in flight, has ended, in a wait that somebody else
+        watches.
+        """
+        if (flying := self._flying.pop((lane, key), None)) is not None:
+            self.add(lane, *flying)
 
     def step(self, start: float, stop: float) -> list[Span]:
         """What overlaps the time from ``start`` to ``stop``, cut to it; what still flies
@@ -252,6 +262,9 @@ def _attach_publisher(line: Line, spans: Spans) -> None:
     def name(direction: str, index: int) -> str:
         return f"{direction} {publisher.names[index]}"
 
+    if isinstance(publisher, ReadyPublisher):
+        _attach_ready_publisher(publisher, spans, key, name)
+        return
     before(
         publisher,
         "publish",
@@ -271,6 +284,42 @@ def _attach_publisher(line: Line, spans: Spans) -> None:
         publisher,
         "_finish_receive",
         lambda index: spans.waiting("publish", key("receive", index)),
+    )
+
+
+def _attach_ready_publisher(
+    publisher: ReadyPublisher,
+    spans: Spans,
+    key: Callable[[str, int], tuple[str, int]],
+    name: Callable[[str, int], str],
+) -> None:
+    """A round is expected, sent parameter by parameter, waited for layer by layer, and drained."""
+
+    def expected(order: Any, _: int) -> None:
+        for index in order:
+            if publisher.owner_rows[index] != publisher.row:
+                spans.launch("publish", key("receive", index), name("receive", index))
+
+    def waited(indices: Any, _: Any) -> None:
+        for index in indices:
+            spans.land("publish", key("receive", index))
+
+    def drained() -> None:
+        for index in publisher.names:
+            spans.land("publish", key("send", index))
+
+    around(publisher, "expect", lambda *_: nullcontext(), after=expected)
+    before(
+        publisher,
+        "publish",
+        lambda index: spans.launch("publish", key("send", index), name("send", index)),
+    )
+    around(publisher, "wait", lambda *_: nullcontext(), after=waited)
+    around(
+        publisher,
+        "drain",
+        lambda: spans.span("compute", "wait for the last publish"),
+        after=drained,
     )
 
 

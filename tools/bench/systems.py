@@ -86,11 +86,14 @@ def build_model(config: GPTConfig) -> GPT:
 
 
 class Owners:
-    """This runtime, line C, with Muon or AdamW on its owners."""
+    """This runtime with Muon or AdamW on its owners: line C with grouped collectives, line D with
+    ready ones.
+    """
 
-    def __init__(self, setting: Setting, matrices: str) -> None:
+    def __init__(self, setting: Setting, matrices: str, collectives: str = "grouped") -> None:
         self.model = build_model(setting.model)
         config = RuntimeConfig(
+            collectives=collectives,
             unit_threshold=setting.unit_threshold,
             ns_cost="measured",
             optimizer=OptimizerSettings(matrices=matrices, clip=CLIP),
@@ -109,6 +112,10 @@ class Owners:
     def tensors(self) -> Iterator[Tensor]:
         """All that the runtime and the model hold."""
         return reachable_tensors(self.runtime)
+
+    def close(self) -> None:
+        """Let everything in flight arrive; a collective."""
+        self.runtime.close()
 
 
 class Fsdp2:
@@ -143,9 +150,12 @@ class Fsdp2:
         yield from reachable_tensors(self.model)
         yield from reachable_tensors(dict(self.optimizer.state))
 
+    def close(self) -> None:
+        """Nothing is in flight between two steps."""
+
 
 class Line:
-    """A line of the paper on a preset: A (FSDP2), B, C or M."""
+    """A line of the paper on a preset: A (FSDP2), B, C, D or M."""
 
     def __init__(self, case: Case, rank: int, *, compute: torch.dtype, reduce: torch.dtype) -> None:
         """``compute`` and ``reduce``: dtypes of gathered weights and of gradients on their way;
@@ -212,12 +222,17 @@ class Line:
         """All that the runtime and the model hold."""
         return reachable_tensors(self.runtime)
 
+    def close(self) -> None:
+        """Let everything in flight arrive; a collective."""
+        self.runtime.close()
+
 
 System = Owners | Fsdp2 | Line
 SYSTEMS: dict[str, Callable[[Setting], System]] = {
     "owner_muon": lambda setting: Owners(setting, "muon"),
     "owner_adamw": lambda setting: Owners(setting, "adam"),
     "fsdp2_adamw": Fsdp2,
+    "ready_muon": lambda setting: Owners(setting, "muon", "ready"),
 }
 
 

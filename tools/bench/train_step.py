@@ -1,18 +1,22 @@
-"""Whole training step of owner Muon against AdamW: time by phase, memory, resident bytes.
+"""Whole training step of lines C and D and of FSDP2: time by phase, memory, resident bytes.
 
-Three systems train the same decoder from the same weights on the same tokens in one process group,
+Four systems train the same decoder from the same weights on the same tokens in one process group,
 interleaved, in FP32 with gradient clipping:
 
-  owner_muon   this runtime: matrices on owners, Muon, ZeRO-3, grouped collectives
-  owner_adamw  this runtime with ``--optimizer adam``: the fair comparison
-  fsdp2_adamw  plain torch: ``fully_shard`` per layer and root, ``torch.optim.AdamW``
+  owner_muon   line C: matrices on owners, Muon, ZeRO-3, grouped collectives
+  owner_adamw  line C with ``--optimizer adam``: the fair comparison with FSDP2
+  fsdp2_adamw  line A: ``fully_shard`` per layer and root, ``torch.optim.AdamW``
+  ready_muon   line D: as owner_muon, with operators in shared memory and a symmetric pool
 
 at two settings: ``communication_heavy`` (few tokens against many parameters) and ``compute_heavy``
 (Newton-Schulz is under 5 % of the step's FLOPs). A phase's time is the slowest rank's; ratios are
-medians over repeats of the ratios inside one repeat. The backward phase ends when all gradients are
-reduced, so the optimizer phase holds no gradient traffic. Resident bytes are those of all distinct
-tensor storages that are reachable from a system between two steps; the peak adds the most that
-torch's allocator held on top within a step, activations and communication buffers included.
+medians over repeats of the ratios inside one repeat; ``d_over_c``, ``d_over_a`` and ``c_over_a``
+are those of whole steps of the lines. Timing starts when line D's pool is open. The backward phase
+ends when all gradients are reduced, so the optimizer phase holds no gradient traffic. Resident
+bytes are those of all distinct tensor storages that are reachable from a system between two steps;
+the peak adds the most that torch's allocator held on top within a step, activations and
+communication buffers included. Line D's pool and control memory count as resident, beside a plan
+that has them and a formula that has not.
 
     python tools/bench/train_step.py --ranks 4 --json out.json
 
@@ -47,6 +51,7 @@ from tools.bench.footprint import (  # noqa: E402
     formula_bytes,
     peak_growth,
     plan_bytes,
+    shared_of,
     storage_bytes,
 )
 from tools.bench.systems import (  # noqa: E402
@@ -60,6 +65,7 @@ from tools.bench.systems import (  # noqa: E402
     train,
 )
 
+WARM_UP = 3  # steps: orders freeze, optimizer state is made, line D opens its pool and fills tables
 SETTINGS = {
     "communication_heavy": Setting(layers=12, hidden=256, ffn=768, sequences=1, positions=32),
     "compute_heavy": Setting(layers=4, hidden=192, ffn=512, sequences=24, positions=256),
@@ -89,7 +95,7 @@ def memory_step(system: System, tokens: Tensor) -> dict[str, Any]:
         handles += [system.model.register_forward_hook(sample)]
         parameters = system.model.parameters()
         handles += [p.register_post_accumulate_grad_hook(sample) for p in parameters]
-    resident = storage_bytes(system.tensors())
+    resident = resident_bytes(system)
     growth = peak_growth(lambda: train(system, tokens))
     if isinstance(system, Owners):
         totals.append(sum(system.runtime.memory().values()))
@@ -103,6 +109,23 @@ def memory_step(system: System, tokens: Tensor) -> dict[str, Any]:
         "peak_runtime_bytes": max(totals) if totals else None,
         "collectives": counted,
     }
+
+
+def resident_bytes(system: System) -> int:
+    """Bytes of all storages of a system, and of the segments that it shares on the host fabric."""
+    if not isinstance(system, Owners):
+        return storage_bytes(system.tensors())
+    shared = shared_of(system.runtime)
+    return storage_bytes(system.tensors(), shared.pool_at) + shared.pool + shared.control
+
+
+def planned_bytes(system: Owners, rank: int) -> int:
+    """What the ownership plan gives ``rank``, and what line D's pool adds by its own plan."""
+    runtime = system.runtime
+    planned, shared = plan_bytes(runtime.plan, rank), shared_of(runtime)
+    if runtime.opened is None:
+        return planned + shared.control
+    return planned + runtime.opened.plan.total - shared.windows + shared.control
 
 
 def work(rank: int, world: int, settings: dict[str, Setting], repeats: int) -> dict[str, Any]:
@@ -119,21 +142,24 @@ def run_setting(rank: int, world: int, setting: Setting, repeats: int) -> dict[s
     times: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
     losses: dict[str, list[float]] = {name: [] for name in systems}
     order = list(systems)
-    for step in range(repeats + 1):
+    for step in range(WARM_UP + repeats):
         for name in order:
             seconds, loss = timed(systems[name], setting.tokens(rank, step))
             losses[name].append(loss)
-            if step:  # the first freezes orders, makes optimizer state and warms caches
+            if step >= WARM_UP:
                 times[name].append(seconds)
         order = order[1:] + order[:1]  # nobody always runs after the same other
     memory = {
-        name: memory_step(system, setting.tokens(rank, repeats + 1))
+        name: memory_step(system, setting.tokens(rank, WARM_UP + repeats))
         for name, system in systems.items()
     }
     owners = {name: s.runtime.plan for name, s in systems.items() if isinstance(s, Owners)}
     for name, plan in owners.items():
         memory[name]["formula_bytes"] = formula_bytes(plan.parameters, world)
-        memory[name]["plan_bytes"] = plan_bytes(plan, rank)
+        memory[name]["plan_bytes"] = planned_bytes(systems[name], rank)
+    _refuse_grouped_calls(systems["ready_muon"])
+    for system in systems.values():
+        system.close()
     elements = sum(p.numel for p in owners["owner_muon"].parameters)
     memory["fsdp2_adamw"]["formula_bytes"] = 3 * FP32 * elements / world
     model_flops, ns_flops = step_flops(setting, world, owners["owner_muon"])
@@ -148,6 +174,13 @@ def run_setting(rank: int, world: int, setting: Setting, repeats: int) -> dict[s
     }
 
 
+def _refuse_grouped_calls(system: Owners) -> None:
+    """Times of a line D that fell back to grouped calls would be line C's under another name."""
+    runtime = system.runtime
+    if runtime.mesh.data_parallel_size > 1 and runtime.opened is None:
+        raise RuntimeError(f"the symmetric pool never opened: {'; '.join(runtime.notes())}")
+
+
 def _busiest_over_mean(plan: OwnershipPlan) -> float:
     """Newton-Schulz time of the busiest owner over the mean, by the plan's costs."""
     loads = [0.0] * plan.topology.world
@@ -160,7 +193,7 @@ def summary(ranks: list[dict[str, Any]], setting: Setting) -> dict[str, Any]:
     """One setting's results of all ranks as the figures that are printed and written."""
     first = ranks[0]
     times: dict[str, list[dict[str, float]]] = first["times"]
-    muon, adamw, fsdp2 = (times[name] for name in SYSTEMS)
+    muon, adamw, fsdp2, ready = (times[name] for name in SYSTEMS)
     losses = first["losses"]
     pairs = zip(losses["owner_adamw"], losses["fsdp2_adamw"], strict=True)
     return {
@@ -176,7 +209,13 @@ def summary(ranks: list[dict[str, Any]], setting: Setting) -> dict[str, Any]:
         "step_ratio_muon_vs_adamw": ratio(muon, adamw),
         "step_ratio_vs_fsdp2_adamw": ratio(muon, fsdp2),
         "step_ratio_adamw_vs_fsdp2_adamw": ratio(adamw, fsdp2),
+        "d_over_c": ratio(ready, muon),
+        "d_over_a": ratio(ready, fsdp2),
+        "c_over_a": ratio(muon, fsdp2),
         "losses": losses,
+        "largest_loss_difference_d_and_c": max(
+            abs(a - b) for a, b in zip(losses["ready_muon"], losses["owner_muon"], strict=True)
+        ),
         "largest_loss_difference_adamw": max(abs(a - b) for a, b in pairs),
         "memory": {name: memory_summary([r["memory"][name] for r in ranks]) for name in SYSTEMS},
     }
@@ -216,14 +255,21 @@ def document_of(settings: dict[str, Any], ranks: int, repeats: int, quick: bool)
     def farthest(key: str) -> float:
         return max((memory[key] for memory in owners), key=lambda value: abs(value - 1))
 
+    over_plan = [s["memory"]["ready_muon"]["resident_bytes_over_plan"] for s in settings.values()]
+
     return {
         "ranks": ranks,
         "repeats": repeats,
         "quick": quick,
         "step_ratio_muon_vs_adamw": compute["step_ratio_muon_vs_adamw"],
         "step_ratio_vs_fsdp2_adamw": compute["step_ratio_vs_fsdp2_adamw"],
+        **{
+            key: {name: entry[key] for name, entry in settings.items()}
+            for key in ("d_over_c", "d_over_a", "c_over_a")
+        },
         "resident_bytes_over_formula": farthest("resident_bytes_over_formula"),
         "resident_bytes_over_plan": farthest("resident_bytes_over_plan"),
+        "line_d_resident_bytes_over_plan": max(over_plan, key=lambda value: abs(value - 1)),
         "settings": settings,
     }
 
@@ -251,6 +297,10 @@ def print_setting(name: str, entry: dict[str, Any]) -> None:
         f"  step: owner_muon is {entry['step_ratio_muon_vs_adamw']:.3f} x owner_adamw,"
         f" {entry['step_ratio_vs_fsdp2_adamw']:.3f} x fsdp2_adamw;"
         f" owner_adamw is {entry['step_ratio_adamw_vs_fsdp2_adamw']:.3f} x fsdp2_adamw"
+    )
+    print(
+        f"  step: line D is {entry['d_over_c']:.3f} x line C (ready_muon over owner_muon),"
+        f" {entry['d_over_a']:.3f} x line A (fsdp2_adamw); line C is {entry['c_over_a']:.3f} x A"
     )
     print(
         "  losses of owner_adamw and fsdp2_adamw agree to"
@@ -282,7 +332,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         "\nresident bytes, farthest from 1: "
         f"mean over ranks {document['resident_bytes_over_formula']:.4f} x formula,"
-        f" worst rank {document['resident_bytes_over_plan']:.4f} x its plan"
+        f" worst rank {document['resident_bytes_over_plan']:.4f} x its plan;"
+        f" line D's {document['line_d_resident_bytes_over_plan']:.4f} x its plan"
     )
     if options.json:
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
