@@ -354,7 +354,12 @@ def run_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=("loopback", "nccl", "join", "case", "rank"))
+    commands = ("loopback", "nccl", "join", "case", "rank")
+    parser.add_argument(
+        "command",
+        choices=commands,
+        help="command: loopback or nccl; the others are parts of them",
+    )
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no case after so many")
