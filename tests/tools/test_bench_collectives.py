@@ -313,7 +313,23 @@ def test_publish_replay_runs_instead(
     assert collectives.main(["--publish-replay", "--json", str(path)]) == 0
     assert "Qwen2.5-1.5B" in capsys.readouterr().out
     found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["publish_replay"]["geometric_mean"] > 0 and "operations" not in found
+    assert found["geometric_mean"] > 0 and len(found["rails"]) == 1 and "operations" not in found
+
+
+def test_publish_bytes_checks_real_copies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    real = publish_replay.publish_bytes
+    monkeypatch.setattr(
+        publish_replay,
+        "publish_bytes",
+        lambda: real(models=["Qwen2.5-1.5B"], nodes=(2,), repeats=1),
+    )
+    path = tmp_path / "figures.json"
+    assert collectives.main(["--publish-bytes", "--json", str(path)]) == 0
+    assert "real bytes" in capsys.readouterr().out
+    (rail,) = json.loads(path.read_text(encoding="utf-8"))["publish_bytes"]["rails"]
+    assert rail["publish_ms"] > 0
 
 
 # --- the chart -----------------------------------------------------------------------------------

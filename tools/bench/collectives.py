@@ -116,6 +116,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--nodes", type=nodes_of, default=[2, 4, 8, 16, 32], help="with --latency-us")
     add("--publish-replay", action="store_true", help="replay the publish of five published rails")
+    add(
+        "--publish-bytes",
+        action="store_true",
+        help="publish them at 1/64 of their size, as threads",
+    )
     add("--png", type=Path, help="write a chart of the speedups there (needs matplotlib)")
     add("--json", type=Path, help="write the result there")
     return parser
@@ -162,8 +167,13 @@ def compare(job: Job, dtype: str) -> tuple[dict[str, Any], list[str]]:
     return document, wrong
 
 
+def other_mode(options: argparse.Namespace) -> bool:
+    """Whether something else than the comparison was asked for."""
+    return options.latency_us is not None or options.publish_replay or options.publish_bytes
+
+
 def other_modes(options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of ``--latency-us`` and ``--publish-replay``."""
+    """Figures of ``--latency-us``, ``--publish-replay`` and ``--publish-bytes``."""
     document: dict[str, Any] = {}
     if options.latency_us is not None:
         link = latency.Link(latency_us=options.latency_us, gbps=options.link_gbps)
@@ -172,8 +182,13 @@ def other_modes(options: argparse.Namespace) -> dict[str, Any]:
     if options.publish_replay:
         from tools.bench.publish_replay import describe, publish_replay
 
-        document["publish_replay"] = publish_replay()
-        print(describe(document["publish_replay"]), flush=True)
+        document |= publish_replay()
+        print(describe(document), flush=True)
+    if options.publish_bytes:
+        from tools.bench.publish_replay import describe_bytes, publish_bytes
+
+        document["publish_bytes"] = publish_bytes()
+        print(describe_bytes(document["publish_bytes"]), flush=True)
     return document
 
 
@@ -185,8 +200,11 @@ def check_modes(options: argparse.Namespace) -> None:
         raise ValueError(f"--link-gbps {options.link_gbps:g}: choose 0 (no limit) or more")
     if options.link_gbps and options.latency_us is None:
         raise ValueError("--link-gbps is for --latency-us")
-    if options.png and (options.latency_us is not None or options.publish_replay):
-        raise ValueError("--png shows the comparison: leave --latency-us and --publish-replay out")
+    if options.png and other_mode(options):
+        raise ValueError(
+            "--png shows the comparison: leave --latency-us, --publish-replay and --publish-bytes"
+            " out"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -205,7 +223,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     warn_if_busy()
     facts = machine_facts()
-    if options.latency_us is not None or options.publish_replay:
+    if other_mode(options):
         document = other_modes(options)
     else:
         document, wrong = compare(job, options.dtype)
