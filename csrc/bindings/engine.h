@@ -1,16 +1,18 @@
 // Drives the operators of one rank, and never hangs where it can say why.
 //
-// Owns the progress thread, waiting, the deadline, the abort word and the watch over peer processes.
-// Invariants: one thread at a time steps the operators (whoever waits does it itself; the progress thread does while nobody
-// waits); a thread with nothing to do sleeps on the rank's bell instead of spinning, since ranks may
-// outnumber cores; a failure is reported once, to every waiter of every rank.  Tested by
-// tests/distributed/test_ready.py and test_ready_failures.py, and csrc/tests/threads.cpp.
+// Owns the progress thread, waiting, the deadline, the abort word and the watch over peer
+// processes. Invariants: one thread at a time steps the operators (whoever waits does it itself;
+// the progress thread does while nobody waits); a thread with nothing to do sleeps on the rank's
+// bell instead of spinning, since ranks may outnumber cores; a failure is reported once, to every
+// waiter of every rank.  Tested by tests/distributed/test_ready.py and test_ready_failures.py, and
+// csrc/tests/threads.cpp.
 //
 // [Note: who steps]
 //
-// A wait that follows its call at once should not pay for a hand-over to another thread, and a call that nobody
-// waits for must move all the same while this rank computes.  So a waiter takes the driver's seat if it
-// is free.  The progress thread sits there only while there are calls and no waiters.
+// A wait that follows its call at once should not pay for a hand-over to another thread, and a call
+// that nobody waits for must move all the same while this rank computes.  So a waiter takes the
+// driver's seat if it is free.  The progress thread sits there only while there are calls and no
+// waiters.
 #pragma once
 #include "host_operators.h"
 

@@ -1,9 +1,9 @@
 // C interface of the host library, for ctypes.
 //
-// Owns the names and types that cross from Python.  Invariants: nothing throws across it; a call that
-// can fail returns a negative number or a null pointer and leaves a text that names what failed
-// in the last argument's buffer or, for an engine, in mm_engine_error.  Offsets and sizes are bytes
-// unless they are called elements.  Tested by tests/collectives/test_host_library.py.
+// Owns the names and types that cross from Python.  Invariants: nothing throws across it; a call
+// that can fail returns a negative number or a null pointer and leaves a text that names what
+// failed in the last argument's buffer or, for an engine, in mm_engine_error.  Offsets and sizes
+// are bytes unless they are called elements.  Tested by tests/collectives/test_host_library.py.
 #pragma once
 #include <stdint.h>
 
@@ -11,8 +11,8 @@
 extern "C" {
 #endif
 
-// Bumped with every change of a table's meaning, a control word's place or this interface; part of the digest
-// that ranks compare.
+// Bumped with every change of a table's meaning, a control word's place or this interface; part of
+// the digest that ranks compare.
 #define MM_CODE_VERSION 2
 
 typedef struct mm_engine mm_engine;
@@ -43,8 +43,8 @@ void mm_engine_destroy(mm_engine*);
 void mm_engine_abort(mm_engine*, const char* reason);
 // Text of the first failure; "" while there is none.  Returns its length.
 int mm_engine_error(mm_engine*, char* text, int text_size);
-// For measurements: each put of an operator takes `latency_ns` and the link to the next node carries
-// `bytes_per_second` (0: unlimited).  Both 0 (the default): memory speed.
+// For measurements: each put of an operator takes `latency_ns` and the link to the next node
+// carries `bytes_per_second` (0: unlimited).  Both 0 (the default): memory speed.
 void mm_engine_set_link(mm_engine*, uint64_t latency_ns, double bytes_per_second);
 
 // --- operators -----------------------------------------------------------------------------------
@@ -68,35 +68,36 @@ typedef struct {
 uint64_t mm_operator_control_bytes(const mm_operator_config*);
 // Returns the operator's number (>= 0), or -1.
 int mm_operator_create(mm_engine*, const mm_operator_config*, const char* name);
-// Where this process sees the pool (publish: the copies) of each of the operator's R * K ranks.  May be called
-// again between calls, on all ranks alike.
+// Where this process sees the pool (publish: the copies) of each of the operator's R * K ranks.
+// May be called again between calls, on all ranks alike.
 int mm_operator_set_pool(mm_engine*, int op, void* const* bases);
 
-// Frozen tables.  Segment j: owner (node[j], column[j]); `offset` from the call's base, `window` from the
-// call's window base in the owner's memory.  All-gather counts bytes; reduce-scatter counts elements
-// (offset, length, window).  Returns the table's number, or -1.
+// Frozen tables.  Segment j: owner (node[j], column[j]); `offset` from the call's base, `window`
+// from the call's window base in the owner's memory.  All-gather counts bytes; reduce-scatter
+// counts elements (offset, length, window).  Returns the table's number, or -1.
 int mm_all_gather_table(mm_engine*, int op, int segments, const int* node, const int* column,
                         const uint64_t* offset, const uint64_t* bytes, const char* name);
 int mm_reduce_scatter_table(mm_engine*, int op, int segments, const int* node, const int* column,
                             const uint64_t* offset, const uint64_t* elements, const uint64_t* window,
                             int slot_dtype, int wire_dtype, int window_dtype, const char* name);
 
-// Calls return a ticket (>= 1, counted per operator) at once, or -1.  All ranks make an operator's calls in one order.
+// Calls return a ticket (>= 1, counted per operator) at once, or -1.  All ranks make an operator's
+// calls in one order.
 int64_t mm_all_gather(mm_engine*, int op, int table, uint64_t base);
 int64_t mm_reduce_scatter(mm_engine*, int op, int table, uint64_t base, uint64_t window_base,
                           int first, double divisor);
 // 1: this rank's part of the call is over and its result is in place; 0: not yet; -1: failed.
 int mm_done(mm_engine*, int op, int64_t ticket);
-// Step until mm_done would say 1 (returns 0), the engine has failed (-1), or `seconds` are over (1), so
-// that a caller can look at its signals.
+// Step until mm_done would say 1 (returns 0), the engine has failed (-1), or `seconds` are over
+// (1), so that a caller can look at its signals.
 int mm_wait(mm_engine*, int op, int64_t ticket, double seconds);
 
 // --- publish -------------------------------------------------------------------------------------
 // The frozen list of a rail: parameter p has owner node `node[p]`, its copy lies at `offset[p]` of every pool.
 int mm_publish_parameters(mm_engine*, int op, int parameters, const int* node,
                           const uint64_t* offset, const uint64_t* bytes, const char* const* names);
-// Open a round: these parameters get `version` (greater than any before).  All ranks of the rail, same order.
-// The round before must be over (mm_publish_round_done).  Returns 0 or -1.
+// Open a round: these parameters get `version` (greater than any before).  All ranks of the rail,
+// same order. The round before must be over (mm_publish_round_done).  Returns 0 or -1.
 int mm_publish_begin(mm_engine*, int op, int parameters, const int* order, uint64_t version);
 // An own parameter's copy is written: send it.
 int mm_publish_task(mm_engine*, int op, int parameter);

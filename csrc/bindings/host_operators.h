@@ -1,7 +1,8 @@
 // The operators of one rank over the host fabric: calls in, one step at a time.
 //
-// Owns the queue of calls of an operator, its tables and tickets.  Invariant: calls run one after another in the
-// order in which they were made; a ticket is the number of a call.  Tested through the host library.
+// Owns the queue of calls of an operator, its tables and tickets.  Invariant: calls run one after
+// another in the order in which they were made; a ticket is the number of a call.  Tested through
+// the host library.
 #pragma once
 #include "../fabric/host.h"
 #include "../operators/all_gather.h"

@@ -1,10 +1,11 @@
 // Row sums of a reduction on a CPU, in the one order that `Sum` (fabric.h) fixes.
 //
-// Owns rounding to bf16 and f16 (to nearest, ties to even; NaN stays NaN) and the additions.  Invariants: every
-// operation rounds once, in the dtype that Sum names, so a build must not contract or reassociate
-// (no -ffast-math); the result does not depend on how the elements are cut into blocks.  The loops are
-// plain enough for g++ -O3 to vectorise.  Tested by csrc/tests/chaos.cpp against sums of one element at a time,
-// and by tests/distributed/test_ready.py against sums in torch.
+// Owns rounding to bf16 and f16 (to nearest, ties to even; NaN stays NaN) and the additions.
+// Invariants: every operation rounds once, in the dtype that Sum names, so a build must not
+// contract or reassociate (no -ffast-math); the result does not depend on how the elements are cut
+// into blocks.  The loops are plain enough for g++ -O3 to vectorise.  Tested by
+// csrc/tests/chaos.cpp against sums of one element at a time, and by
+// tests/distributed/test_ready.py against sums in torch.
 #pragma once
 #include "fabric.h"
 
@@ -25,7 +26,8 @@ inline float from_bits(uint32_t bits) {
   return value;
 }
 
-// a if condition, else b; without a branch, which would keep the compiler from vectorising float arithmetic.
+// a if condition, else b; without a branch, which would keep the compiler from vectorising float
+// arithmetic.
 inline uint32_t choose(bool condition, uint32_t a, uint32_t b) {
   const uint32_t mask = 0u - uint32_t(condition);
   return (a & mask) | (b & ~mask);
@@ -60,8 +62,8 @@ struct BF16 {
 struct F16 {
   using Stored = uint16_t;
   using Wide = float;
-  // Normal halves: the exponent is rebiased by a multiplication.  Subnormal ones: their bits, under the exponent
-  // of 0.5, are 0.5 plus the value, exactly.
+  // Normal halves: the exponent is rebiased by a multiplication.  Subnormal ones: their bits, under
+  // the exponent of 0.5, are 0.5 plus the value, exactly.
   static Wide load(Stored stored) {
     const uint32_t word = uint32_t(stored) << 16;
     const uint32_t magnitude = word + word;
@@ -186,12 +188,14 @@ bool dispatch(Dtype slot, Dtype wire, Dtype window, Use use) {
 
 }  // namespace arithmetic
 
-// Whether a reduction of these dtypes can be computed: f32, bf16 or f16 into an f32 window, or f64 throughout.
+// Whether a reduction of these dtypes can be computed: f32, bf16 or f16 into an f32 window, or f64
+// throughout.
 inline bool sum_supported(Dtype slot, Dtype wire, Dtype window) {
   return arithmetic::dispatch(slot, wire, window, [](auto) {});
 }
 
-// reduce_to_outbox: the sum rounded to the wire.  False: the dtypes are not supported, nothing was written.
+// reduce_to_outbox: the sum rounded to the wire.  False: the dtypes are not supported, nothing was
+// written.
 inline bool sum_to_wire(void* out, const arithmetic::Operands& operands) {
   return arithmetic::dispatch(operands.slot, operands.wire, operands.window,
                               [&](auto row) { decltype(row)::to_wire(out, operands); });

@@ -1,16 +1,17 @@
 // The verbs of a fabric, and what a scheduler may rely on.
 //
-// Owns the types that schedulers and fabrics share: places, addresses, the layout of control memory,
-// and the contract below.  A scheduler (csrc/operators) is a template over a fabric and contains no
-// other way to touch memory of another rank, so what runs on a cluster is what the host tests run.
-// Tested through the operators: csrc/tests (simulation, threads), tests/distributed/test_ready.py.
+// Owns the types that schedulers and fabrics share: places, addresses, the layout of control
+// memory, and the contract below.  A scheduler (csrc/operators) is a template over a fabric and
+// contains no other way to touch memory of another rank, so what runs on a cluster is what the host
+// tests run. Tested through the operators: csrc/tests (simulation, threads),
+// tests/distributed/test_ready.py.
 //
 // [Note: the fabric contract]
 //
-// A place is (node, column): R nodes of K columns.  The places of one column form a *rail*.  Each place
-// has control memory (words, ring slots, outboxes; laid out by ControlLayout, the same everywhere) and a pool
-// (the memory that training uses, planned to the same offsets everywhere).  A fabric object belongs to one
-// place and offers:
+// A place is (node, column): R nodes of K columns.  The places of one column form a *rail*.  Each
+// place has control memory (words, ring slots, outboxes; laid out by ControlLayout, the same
+// everywhere) and a pool (the memory that training uses, planned to the same offsets everywhere).
+// A fabric object belongs to one place and offers:
 //
 //   u64  read(word)                        own control word.  Acquire.
 //   void raise(node, word, delta)          word of the same column of `node` += delta.  Release.
@@ -29,8 +30,9 @@
 //   void reduce_to_window(column, sum)     wire; or finished, into the window of a place of this node.
 //   bool aborted(), void pause()
 //
-// The verbs are called by the one thread of a group that runs the operator: the only thread on a CPU; on a GPU the
-// first thread of a block, whose other warps carry the data verbs out (device_group.cuh).
+// The verbs are called by the one thread of a group that runs the operator: the only thread on a
+// CPU; on a GPU the first thread of a block, whose other warps carry the data verbs out
+// (device_group.cuh).
 //
 // O1  If read(word) counts x puts of a queue, the bytes of its first x puts are visible to the group.
 //     Puts and raises of different queues are not ordered, nor are those to different nodes.
@@ -73,9 +75,10 @@ struct Address {
 
 constexpr int kStarNodes = 16;  // the star path is for at most so many nodes
 
-// One chunk of a row's gradients and where its sum goes.  In order: the columns k = 0 .. K-1 of this node, each
-// rounded to `wire`, added in `window`'s dtype, the sum rounded to `wire` if there are several
-// nodes; then t = upstream[0], t = round(t + upstream[j]) for j = 1 .., and t + the node's sum.
+// One chunk of a row's gradients and where its sum goes.  In order: the columns k = 0 .. K-1 of
+// this node, each rounded to `wire`, added in `window`'s dtype, the sum rounded to `wire` if there
+// are several nodes; then t = upstream[0], t = round(t + upstream[j]) for j = 1 .., and t + the
+// node's sum.
 struct Sum {
   u64 slots;            // pool offset of the first gradient, the same at every column
   u64 elements;
@@ -132,7 +135,8 @@ struct ControlLayout {
   }
 };
 
-// A queue's cursors.  The first four live as long as the operator; the others count chunks of one call.
+// A queue's cursors.  The first four live as long as the operator; the others count chunks of one
+// call.
 struct QueueState {
   u64 sent = 0, received = 0;            // ring chunks of this queue to the next and from the previous node
   u64 star_sent = 0, star_received = 0;  // star chunks to and from the node of this number

@@ -1,9 +1,10 @@
 // The host fabric: places are processes that share memory, or threads of one process.
 //
-// Owns the verbs on shared memory, the control header of a rank and its doorbell.  Invariants: words are C++ atomics
-// with acquire and release, and there are no bare fences, so ThreadSanitizer sees every edge; data is really
-// copied into each place's own memory; a put is over when it returns, unless a link is injected for
-// measurements.  Tested by csrc/tests/threads.cpp and tests/distributed/test_ready.py.
+// Owns the verbs on shared memory, the control header of a rank and its doorbell.  Invariants:
+// words are C++ atomics with acquire and release, and there are no bare fences, so ThreadSanitizer
+// sees every edge; data is really copied into each place's own memory; a put is over when it
+// returns, unless a link is injected for measurements.  Tested by csrc/tests/threads.cpp and
+// tests/distributed/test_ready.py.
 #pragma once
 #include "arithmetic.h"
 #include "fabric.h"
@@ -45,7 +46,8 @@ inline u64 now_ns() {
 }
 
 inline void ring(ControlHeader* header) {
-  // Sequentially consistent on both sides: either the sleeper's futex sees the new count, or this sees the sleeper.
+  // Sequentially consistent on both sides: either the sleeper's futex sees the new count, or this
+  // sees the sleeper.
   header->bell.fetch_add(1, std::memory_order_seq_cst);
   if (header->sleepers.load(std::memory_order_seq_cst) != 0) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&header->bell), FUTEX_WAKE, INT_MAX, nullptr,
@@ -70,7 +72,8 @@ struct Link {
 
 class HostFabric {
  public:
-  // `control[i]`: the operator's control memory of place i = node * columns + column, as this process sees it.
+  // `control[i]`: the operator's control memory of place i = node * columns + column, as this
+  // process sees it.
   HostFabric(const Geometry& place, std::vector<char*> control, std::vector<ControlHeader*> headers)
       : place_(place),
         control_(std::move(control)),
@@ -126,7 +129,8 @@ class HostFabric {
   void multicast(u64 to, int column, Address from, u64 bytes) {
     const char* source = at(index(place_.node, column), from);
     for (int k = 0; k < place_.columns; ++k) {
-      // Each rail begins at another column, so that the rails of a node do not write to one place at a time.
+      // Each rail begins at another column, so that the rails of a node do not write to one place
+      // at a time.
       const int target = (place_.column + 1 + k) % place_.columns;
       copy(pool_[index(place_.node, target)] + to, source, bytes);
     }

@@ -1,7 +1,8 @@
 // One operator's view of a simulation from one place: the verbs of fabric.h.
 //
-// Owns nothing but the translation of verbs; simulation.h owns memory and time.  Reads happen at once, and
-// before each verb that writes others may move, so a turn is not atomic.  Tested by csrc/tests/chaos.cpp.
+// Owns nothing but the translation of verbs; simulation.h owns memory and time.  Reads happen at
+// once, and before each verb that writes others may move, so a turn is not atomic.  Tested by
+// csrc/tests/chaos.cpp.
 #pragma once
 #include "simulation.h"
 

@@ -1,12 +1,13 @@
 // A fabric of virtual places in one thread, as late and as disordered as the contract allows.
 //
 // Owns the memory of the places, what is in flight between them, and the choice of what lands next.
-// Invariants: every delay and every choice comes from the caller's Random, so a run is a function of its seed;
-// O1 - O4 of fabric.h hold and nothing beyond them: a put reads its source, lands, raises its word and reports
-// put_done at four separate times; only signals of one queue on one word keep their order; acknowledgements, raises
-// and set_local overtake each other; what a place writes to other columns lands late, but before
-// its later raise or set_local does.  `Signals` weakens O1 for mutants.  Tested by csrc/tests/chaos.cpp,
-// whose mutants show that breaches are seen.
+// Invariants: every delay and every choice comes from the caller's Random, so a run is a function
+// of its seed; O1 - O4 of fabric.h hold and nothing beyond them: a put reads its source, lands,
+// raises its word and reports put_done at four separate times; only signals of one queue on one
+// word keep their order; acknowledgements, raises and set_local overtake each other; what a place
+// writes to other columns lands late, but before its later raise or set_local does.  `Signals`
+// weakens O1 for mutants.  Tested by csrc/tests/chaos.cpp, whose mutants show that breaches are
+// seen.
 #pragma once
 #include "arithmetic.h"
 #include "fabric.h"
@@ -33,7 +34,8 @@ struct Random {
   bool chance(int percent) { return int(below(100)) < percent; }
 };
 
-// strong: O1.  own_data: a signal follows the data of its own put alone.  unordered: it follows nothing.
+// strong: O1.  own_data: a signal follows the data of its own put alone.  unordered: it follows
+// nothing.
 enum class Signals : int { strong, own_data, unordered };
 
 enum class Landing : int { read, done, data, signal, raise, set, write };

@@ -1,25 +1,26 @@
 // AllGatherV: every segment from its owner to all places, in the order in which data becomes ready.
 //
-// Owns the scheduling of one call at one place: queues by source node, cursors, credit, the star path.
-// Invariants: [Note: why this cannot deadlock]; a place's pool is written only after it entered; every byte of a
-// call is written once per place.  Source: DMuon-2, section 5 and appendix C.2.  Tested in simulation with
-// mutants (csrc/tests/chaos.cpp), under ThreadSanitizer (csrc/tests/threads.cpp), as a model
-// (csrc/verification/queue_ring.pml).
+// Owns the scheduling of one call at one place: queues by source node, cursors, credit, the star
+// path. Invariants: [Note: why this cannot deadlock]; a place's pool is written only after it
+// entered; every byte of a call is written once per place.  Source: DMuon-2, section 5 and appendix
+// C.2.  Tested in simulation with mutants (csrc/tests/chaos.cpp), under ThreadSanitizer
+// (csrc/tests/threads.cpp), as a model (csrc/verification/queue_ring.pml).
 //
 // [Note: why this cannot deadlock]
 //
-// Fix a source node.  Its chunks travel an acyclic path, source, source + 1, ..., source - 1, in slots and with
-// credit that no other source shares.  The last node consumes without asking anybody but its own node, whose
-// places all enter the call in time because entering depends on their local streams alone.  So
-// the last slot of the path becomes free, then the one before it, and so on back to the source.  This
-// needs that a thread group never waits for one queue while another could move, that all places make the
-// same calls in the same order, and that whatever spins at the same time is resident together.
+// Fix a source node.  Its chunks travel an acyclic path, source, source + 1, ..., source - 1, in
+// slots and with credit that no other source shares.  The last node consumes without asking anybody
+// but its own node, whose places all enter the call in time because entering depends on their local
+// streams alone.  So the last slot of the path becomes free, then the one before it, and so on back
+// to the source.  This needs that a thread group never waits for one queue while another could
+// move, that all places make the same calls in the same order, and that whatever spins at the same
+// time is resident together.
 //
 // [Note: counters that are never reset]
 //
-// Words that others raise and the cursors that are compared with them only grow, from call to call.  An
-// early neighbour may raise a word before this place begins the call; a word that were zeroed, or sampled, at
-// the start would lose that arrival.
+// Words that others raise and the cursors that are compared with them only grow, from call to call.
+// An early neighbour may raise a word before this place begins the call; a word that were zeroed,
+// or sampled, at the start would lose that arrival.
 #pragma once
 #include "rules.h"
 #include "table.h"
@@ -32,8 +33,8 @@ class AllGather {
   MM_HD AllGather(Fabric& fabric, const ControlLayout& layout, const Geometry& place)
       : fabric_(fabric), layout_(layout), place_(place) {}
 
-  // Start a call at pool offset `base`.  `epoch` counts the operator's calls from 1; `queues` (one per node) keep
-  // their first four cursors from call to call.
+  // Start a call at pool offset `base`.  `epoch` counts the operator's calls from 1; `queues` (one
+  // per node) keep their first four cursors from call to call.
   MM_HD void begin(const TableView& table, u64 base, u64 epoch, QueueState* queues) {
     table_ = table, base_ = base, epoch_ = epoch, queues_ = queues;
     entered_ = left_ = false;
@@ -141,8 +142,8 @@ class AllGather {
     return fabric_.read(layout_.entry(column)) >= epoch_;
   }
 
-  // How many chunks of another node's queue have arrived in this call.  The node before may have begun the next
-  // call already, so its count may lie beyond this one's.
+  // How many chunks of another node's queue have arrived in this call.  The node before may have
+  // begun the next call already, so its count may lie beyond this one's.
   MM_HD u64 arrived(u64 word, u64 before, u64 count) {
     const u64 now = fabric_.read(word) - before;
     return now < count ? now : count;
@@ -168,8 +169,9 @@ class AllGather {
     const bool own = q == place_.node;
     bool moved = false;
     if (own) {
-      // Read once over the node's links where the node is there: the copy into this place's pool is then the
-      // source of the put.  Else copy it here first, where nobody but this place could mind.
+      // Read once over the node's links where the node is there: the copy into this place's pool is
+      // then the source of the put.  Else copy it here first, where nobody but this place could
+      // mind.
       moved = deliver_own(q, count);
       if (!last(q) && s.forwarded < count && owner_entered(chunk(q, s.forwarded).column) &&
           may_forward(q)) {

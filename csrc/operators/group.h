@@ -1,7 +1,8 @@
 // How a thread group shares its queues among its turns.
 //
-// Owns `step_group`.  Invariant: a group tries every queue of its own before it pauses, starting at another one each
-// time, so no queue waits for another (see [Note: why this cannot deadlock] in all_gather.h).
+// Owns `step_group`.  Invariant: a group tries every queue of its own before it pauses, starting at
+// another one each time, so no queue waits for another (see [Note: why this cannot deadlock] in
+// all_gather.h).
 #pragma once
 #include "rules.h"
 
@@ -9,7 +10,8 @@
 
 namespace megamuon {
 
-// One turn of group `group` of `groups` over queues group, group + groups, ...; whether anything moved.
+// One turn of group `group` of `groups` over queues group, group + groups, ...; whether anything
+// moved.
 template <class Rules, class Operator>
 MM_HD bool step_group(Operator& op, const Geometry& place, int group, int groups, int& turn) {
   const int mine = (place.nodes - group + groups - 1) / groups;

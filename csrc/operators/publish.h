@@ -2,20 +2,20 @@
 //
 // Owns the scheduling of one round at one place of a rail (K = 1: the rail's places are its nodes).
 // Invariants: a tile's flag holds the version of the bytes in place, and only grows; a parameter
-// has arrived in a version when all its tiles have; a round is over when every own parameter has been sent
-// and every other one has arrived and been passed on.  Source: DMuon-2, section 5.3 and appendix C.2.
-// Tested in simulation with mutants (csrc/tests/chaos.cpp), by replay on a virtual clock (csrc/tests/replay.cpp), as a model
-// (csrc/verification/publish.pml).
+// has arrived in a version when all its tiles have; a round is over when every own parameter has
+// been sent and every other one has arrived and been passed on.  Source: DMuon-2, section 5.3 and
+// appendix C.2. Tested in simulation with mutants (csrc/tests/chaos.cpp), by replay on a virtual
+// clock (csrc/tests/replay.cpp), as a model (csrc/verification/publish.pml).
 //
 // [Note: no staging and no credit]
 //
-// A copy's bytes are written by the place before this one and by nobody else, once per version.  Version
-// t + 1 of a copy is written only after its owner's update t + 1, which follows the global gradient norm,
-// to which this place contributes after its last read of version t (its gathers are over) and which needs
-// every place further down to have gathered, hence received, version t (this place's relays are over).
-// So a copy never needs a second buffer, and a sender no acknowledgement.  Where rounds follow each
-// other without such a step between them (weights loaded from a file), the caller puts a
-// barrier there.
+// A copy's bytes are written by the place before this one and by nobody else, once per version.
+// Version t + 1 of a copy is written only after its owner's update t + 1, which follows the global
+// gradient norm, to which this place contributes after its last read of version t (its gathers are
+// over) and which needs every place further down to have gathered, hence received, version t (this
+// place's relays are over). So a copy never needs a second buffer, and a sender no acknowledgement.
+// Where rounds follow each other without such a step between them (weights loaded from a file), the
+// caller puts a barrier there.
 #pragma once
 #include "rules.h"
 
@@ -66,7 +66,8 @@ class Publish {
 
   MM_HD bool finished() const { return first_open_ == count_; }
 
-  // Puts posted and tasks taken since the operator was made; an operator that is made again for each round resumes there.
+  // Puts posted and tasks taken since the operator was made; an operator that is made again for
+  // each round resumes there.
   MM_HD u64 puts() const { return posted_; }
   MM_HD u64 tasks() const { return head_; }
   MM_HD void resume(u64 puts, u64 tasks) { posted_ = puts, head_ = tasks; }
@@ -117,9 +118,9 @@ class Publish {
     return Rules::flags_carry_version ? flag >= s.version : flag != 0;
   }
 
-  // Tiles that have arrived go on at once.  Owners hand over in the order of the round, so of each source only the
-  // first parameter that is not over is polled, and no source hides another one's arrivals: a window of
-  // parameters over all sources would, and leave the link idle.
+  // Tiles that have arrived go on at once.  Owners hand over in the order of the round, so of each
+  // source only the first parameter that is not over is polled, and no source hides another one's
+  // arrivals: a window of parameters over all sources would, and leave the link idle.
   MM_HD bool step_relays() {
     bool moved = false;
     u64 waiting = 0;  // sources (modulo 64) whose next tile has not arrived

@@ -1,13 +1,13 @@
 // ReduceScatterV: the mean of every segment over all places, at its owner.
 //
-// Owns the scheduling of one call at one place: a queue per owner node, cursors, credit, outboxes, the
-// star path.  Invariants: one order of additions, whatever the timing: inside a node k = 0 .. K-1, then
-// for an owner in node o the nodes o+1, o+2, ..., o (mod R), each partial sum rounded to the wire, not after the
-// last addition, then one division; the star path computes the same bits from one partial sum per
-// node.  Each chunk leaves each node once.  Source: DMuon-2, section 5 and appendix C.2.  Tested in
-// simulation with mutants (csrc/tests/chaos.cpp), under ThreadSanitizer (csrc/tests/threads.cpp), against sums in one
-// process (tests/distributed/test_ready.py).  Why this cannot deadlock: see all_gather.h; the path
-// of an owner's queue is owner + 1, ..., owner.
+// Owns the scheduling of one call at one place: a queue per owner node, cursors, credit, outboxes,
+// the star path.  Invariants: one order of additions, whatever the timing: inside a node k = 0 ..
+// K-1, then for an owner in node o the nodes o+1, o+2, ..., o (mod R), each partial sum rounded to
+// the wire, not after the last addition, then one division; the star path computes the same bits
+// from one partial sum per node.  Each chunk leaves each node once.  Source: DMuon-2, section 5 and
+// appendix C.2.  Tested in simulation with mutants (csrc/tests/chaos.cpp), under ThreadSanitizer
+// (csrc/tests/threads.cpp), against sums in one process (tests/distributed/test_ready.py).  Why
+// this cannot deadlock: see all_gather.h; the path of an owner's queue is owner + 1, ..., owner.
 #pragma once
 #include "rules.h"
 #include "table.h"
@@ -20,8 +20,8 @@ class ReduceScatter {
   MM_HD ReduceScatter(Fabric& fabric, const ControlLayout& layout, const Geometry& place)
       : fabric_(fabric), layout_(layout), place_(place) {}
 
-  // Start a call on gradients at pool offset `base`; finished sums go to `window_base` (bytes) of their owners,
-  // stored if `first`, else added.
+  // Start a call on gradients at pool offset `base`; finished sums go to `window_base` (bytes) of
+  // their owners, stored if `first`, else added.
   MM_HD void begin(const TableView& table, u64 base, u64 window_base, bool first, double divisor,
                    u64 epoch, QueueState* queues) {
     table_ = table, base_ = base, window_base_ = window_base, first_ = first, divisor_ = divisor;
@@ -124,7 +124,8 @@ class ReduceScatter {
     return sent - fabric_.read(acknowledged_word) < u64(layout_.slots);
   }
 
-  // Whether the outbox slot that put number `sent` (from 0) of a queue would use has been read by its last put.
+  // Whether the outbox slot that put number `sent` (from 0) of a queue would use has been read by
+  // its last put.
   MM_HD bool outbox_free(int queue, u64 sent) const {
     const u64 slots = u64(layout_.slots);
     if (!Rules::outbox_waits_for_put || sent < slots) return true;

@@ -1,9 +1,9 @@
 // The rules whose breach the checkers must notice.
 //
-// Owns `Sound`: one constant per rule that keeps the operators correct.  Production code uses Sound and
-// compiles to code without the switches; a mutant derives from it and breaks one rule, and a test
-// shows that the simulation finds the breach (csrc/tests, tools/chaos.py).  The rules about delivery (O1, O2
-// of the fabric contract) are broken by the simulated fabric itself.
+// Owns `Sound`: one constant per rule that keeps the operators correct.  Production code uses Sound
+// and compiles to code without the switches; a mutant derives from it and breaks one rule, and a
+// test shows that the simulation finds the breach (csrc/tests, tools/chaos.py).  The rules about
+// delivery (O1, O2 of the fabric contract) are broken by the simulated fabric itself.
 #pragma once
 
 namespace megamuon {

@@ -2,7 +2,8 @@
 //
 // Owns the cut of a layer group's segments into rail slices and chunks.  Invariants: every rank
 // derives the same list for a queue; a chunk never crosses a segment; the slices of a segment over
-// all rails cover it exactly once.  Tested by tests/collectives/test_host_tables.py through the host library.
+// all rails cover it exactly once.  Tested by tests/collectives/test_host_tables.py through the
+// host library.
 #pragma once
 #include "../fabric/fabric.h"
 
@@ -42,7 +43,8 @@ struct GroupTable {
   TableView view() const { return {chunks.data(), first.data(), star, slot, wire, window}; }
 };
 
-// The share of rail `column` in `length` units: K contiguous slices, boundaries at multiples of `grain`.
+// The share of rail `column` in `length` units: K contiguous slices, boundaries at multiples of
+// `grain`.
 inline void rail_slice(u64 length, int columns, int column, u64 grain, u64* start, u64* stop) {
   const u64 grains = (length + grain - 1) / grain;
   const u64 share = (grains + columns - 1) / columns;
@@ -50,8 +52,9 @@ inline void rail_slice(u64 length, int columns, int column, u64 grain, u64* star
   *stop = std::min(length, share * (column + 1) * grain);
 }
 
-// Chunks of rail `geometry.column`, in the order of `segments`.  `chunk` and `grain` count the units of
-// Segment::length; `star_units`: a table takes the star path if no node has more than that on a rail.
+// Chunks of rail `geometry.column`, in the order of `segments`.  `chunk` and `grain` count the
+// units of Segment::length; `star_units`: a table takes the star path if no node has more than that
+// on a rail.
 inline GroupTable build_table(const Geometry& geometry, const std::vector<Segment>& segments,
                               u64 chunk, u64 grain, u64 star_units, std::string name) {
   GroupTable table;

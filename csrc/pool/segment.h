@@ -1,20 +1,22 @@
 // Segments of POSIX shared memory.
 //
-// Owns creation, mapping and removal of the memory that the ranks of one machine share.  Invariant: a
-// segment that was created has all its pages (a page that cannot be had is an error here and never a
-// SIGBUS later), and a creation that failed leaves no name behind.  The C functions of the same names
-// (mm_segment_*, host_api.h) are in segment.cpp.  Tested by tests/collectives/test_host_library.py
-// and tests/distributed/test_symmetric.py.
+// Owns creation, mapping and removal of the memory that the ranks of one machine share.  Invariant:
+// a segment that was created has all its pages (a page that cannot be had is an error here and
+// never a SIGBUS later), and a creation that failed leaves no name behind.  The C functions of the
+// same names (mm_segment_*, host_api.h) are in segment.cpp.  Tested by
+// tests/collectives/test_host_library.py and tests/distributed/test_symmetric.py.
 #pragma once
 #include <cstdint>
 #include <string>
 
 namespace megamuon {
 
-// Makes the segment `name` ("/...") of `bytes` zeros and maps it.  Null, with `error` filled, if it cannot be had.
+// Makes the segment `name` ("/...") of `bytes` zeros and maps it.  Null, with `error` filled, if it
+// cannot be had.
 void* segment_create(const char* name, std::uint64_t bytes, std::string& error);
 
-// Maps the segment `name`, which must have at least `bytes`.  Null, with `error` filled, if it cannot be had.
+// Maps the segment `name`, which must have at least `bytes`.  Null, with `error` filled, if it
+// cannot be had.
 void* segment_map(const char* name, std::uint64_t bytes, std::string& error);
 
 // Removes the name; mappings stay.  0, or the error number (ENOENT where there is no such name).

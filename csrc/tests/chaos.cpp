@@ -1,8 +1,9 @@
-// The schedule fuzzer of the operators: random shapes, random timing, and mutants that it must catch.
+// The schedule fuzzer of the operators: random shapes, random timing, and mutants that it must
+// catch.
 //
-// Owns the command line, the mutants and the report; chaos_world.h runs a schedule, scenario.h makes one.
-// Invariant: schedule i of seed s is the same on every machine, so a failure is replayed by its number.
-// tools/chaos.py builds and runs this file.
+// Owns the command line, the mutants and the report; chaos_world.h runs a schedule, scenario.h
+// makes one. Invariant: schedule i of seed s is the same on every machine, so a failure is replayed
+// by its number. tools/chaos.py builds and runs this file.
 //
 //     chaos [--schedules N] [--first I] [--seed S] [--mutant NAME] [--stop]   JSON on standard output
 //     chaos --replay I [--seed S] [--mutant NAME]                             one schedule, described

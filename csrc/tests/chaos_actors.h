@@ -1,8 +1,9 @@
-// Whose turn it is: actors that are ready, asleep until something lands at their place, late, or gone.
+// Whose turn it is: actors that are ready, asleep until something lands at their place, late, or
+// gone.
 //
-// Owns what the parts of a run share (Bench) and the choice of the next turn.  Invariant: an actor sleeps only
-// after a turn in which nothing moved, and whatever could let it move wakes it; so when nobody is ready
-// and nothing is in flight, nobody will ever move.
+// Owns what the parts of a run share (Bench) and the choice of the next turn.  Invariant: an actor
+// sleeps only after a turn in which nothing moved, and whatever could let it move wakes it; so when
+// nobody is ready and nothing is in flight, nobody will ever move.
 #pragma once
 #include "../operators/publish.h"
 #include "scenario.h"

@@ -1,8 +1,10 @@
-// All-gathers and reduce-scatters of a run: the turns of their streams and groups, and what must hold.
+// All-gathers and reduce-scatters of a run: the turns of their streams and groups, and what must
+// hold.
 //
-// Owns a Member per collective and place.  Invariants asserted: 1 and 2 (credit, cursors) after every turn; 3 and 4
-// (every byte once, none outside, none before entry or after the end) as writes land; contents and sums
-// when a call is over; 6 (both ends of every counter agree) when all is quiet.
+// Owns a Member per collective and place.  Invariants asserted: 1 and 2 (credit, cursors) after
+// every turn; 3 and 4 (every byte once, none outside, none before entry or after the end) as writes
+// land; contents and sums when a call is over; 6 (both ends of every counter agree) when all is
+// quiet.
 #pragma once
 #include "../operators/group.h"
 #include "chaos_actors.h"

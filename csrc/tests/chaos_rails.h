@@ -1,8 +1,8 @@
 // The publishes of a run: rounds at every place of every rail, and what must hold.
 //
-// Owns a Relay per place.  Invariants asserted: every tile is written once per round and none before the place has
-// used the version before (3, 4); a flag holds the version of the bytes in place (7); a round that is over
-// reads no copy any more.
+// Owns a Relay per place.  Invariants asserted: every tile is written once per round and none
+// before the place has used the version before (3, 4); a flag holds the version of the bytes in
+// place (7); a round that is over reads no copy any more.
 #pragma once
 #include "chaos_actors.h"
 

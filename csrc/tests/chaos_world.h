@@ -1,8 +1,8 @@
 // One schedule of the operators over the simulated fabric, with everything that must hold asserted.
 //
-// Owns the course of a run: whether an actor moves or something lands, aborts, the end.  A deadlock is a state
-// where nothing is in flight, nobody can move and a call is open.  Used by csrc/tests/chaos.cpp; that it
-// notices breaches is shown by its mutants.
+// Owns the course of a run: whether an actor moves or something lands, aborts, the end.  A deadlock
+// is a state where nothing is in flight, nobody can move and a call is open.  Used by
+// csrc/tests/chaos.cpp; that it notices breaches is shown by its mutants.
 #pragma once
 #include "chaos_collectives.h"
 #include "chaos_rails.h"

@@ -1,8 +1,9 @@
 // What a test of the operators runs and what must come out: shapes, tables, contents, exact sums.
 //
-// Owns the random scenario and the oracle, shared by the simulation (chaos.cpp) and the threads (threads.cpp).
-// Invariants: a scenario and every content is a function of its seed; the oracle adds one element at a time in
-// double, rounded to each dtype by a function of its own, and knows nothing of chunks, queues or timing.
+// Owns the random scenario and the oracle, shared by the simulation (chaos.cpp) and the threads
+// (threads.cpp). Invariants: a scenario and every content is a function of its seed; the oracle
+// adds one element at a time in double, rounded to each dtype by a function of its own, and knows
+// nothing of chunks, queues or timing.
 #pragma once
 #include "../operators/group.h"
 #include "../operators/table.h"
@@ -56,7 +57,8 @@ inline double rounded_to(Dtype dtype, double value) {
   return ldexp(nearbyint(ldexp(value, -quantum)), quantum);
 }
 
-// One gradient.  Integers in -4 .. 3 (exact in every dtype, as are their sums), or values in (-1, 1).
+// One gradient.  Integers in -4 .. 3 (exact in every dtype, as are their sums), or values in (-1,
+// 1).
 inline double gradient(u64 key, int place, u64 element, Dtype slot, bool integers) {
   const u64 hash = mix(key + u64(place) * 0x100000001b3ull, integers ? element / 16 : element);
   if (integers) return double(int(hash >> (element % 16 * 4) & 7) - 4);
@@ -319,7 +321,8 @@ inline Scenario random_scenario(Random& random, const Limits& limits) {
 
 // --- oracle ----------------------------------------------------------------------------------------
 
-// What `call` adds to the window for element `element` of the call's gradients, owned on node `owner`.
+// What `call` adds to the window for element `element` of the call's gradients, owned on node
+// `owner`.
 inline double expected_mean(const Scenario& s, const TestCollective& c, int call, u64 element,
                             int owner) {
   const u64 key = c.call_key(call);

@@ -1,10 +1,11 @@
 // The operators among real threads: every place an engine and a user, for ThreadSanitizer.
 //
-// Owns the threads, their random pauses and the driver's command line; scenario.h makes the scenarios and knows what
-// must come out.  What runs is the host library itself (host_api.h), each rank's control memory and pool being
-// plain memory of this process.  A user touches a range only before its call and after it is over, so a write
-// that comes too late or a read that comes too early is a data race that the sanitizer reports.
-// tools/chaos.py --tsan-seconds builds and runs this file.
+// Owns the threads, their random pauses and the driver's command line; scenario.h makes the
+// scenarios and knows what must come out.  What runs is the host library itself (host_api.h), each
+// rank's control memory and pool being plain memory of this process.  A user touches a range only
+// before its call and after it is over, so a write that comes too late or a read that comes too
+// early is a data race that the sanitizer reports. tools/chaos.py --tsan-seconds builds and runs
+// this file.
 //
 //     threads [--seconds X] [--seed S] [--scenario I]   JSON on standard output
 #include "threads_setup.h"
@@ -91,7 +92,8 @@ class User {
                             : mm_all_gather(engine_, op, call.table, call.base);
       return job.ticket < 0 ? -1 : 0;
     }
-    // A user that still has other work must not stop for one operator: its peers may wait for another.
+    // A user that still has other work must not stop for one operator: its peers may wait for
+    // another.
     int over = mm_done(engine_, op, job.ticket);
     if (over == 0 && open() == 1) over = mm_wait(engine_, op, job.ticket, 100) == 0 ? 1 : -1;
     if (over <= 0) return over;
@@ -148,7 +150,8 @@ class User {
     const int op = shared_.operators[place_].back();
     if (!begun_) {
       for (int rank : rail_of(scenario_, place_ % scenario_.columns)) {
-        // A rank with nothing outstanding need not hear of an abort, so the step between rounds asks.
+        // A rank with nothing outstanding need not hear of an abort, so the step between rounds
+        // asks.
         if (shared_.consumed[rank].load(std::memory_order_acquire) < round_) {
           return shared_.gave_up.load() ? -1 : 0;
         }

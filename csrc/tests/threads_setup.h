@@ -1,8 +1,8 @@
 // Engines, operators and memory of the places of a run among threads.
 //
-// Owns what all places share and how their operators are made, all alike but for the rail of a publish.  Invariant:
-// control memory and pools are zeroed memory of this process, aligned as shared segments are.  Used by
-// csrc/tests/threads.cpp.
+// Owns what all places share and how their operators are made, all alike but for the rail of a
+// publish.  Invariant: control memory and pools are zeroed memory of this process, aligned as
+// shared segments are.  Used by csrc/tests/threads.cpp.
 #pragma once
 #include "../bindings/host_api.h"
 #include "scenario.h"

@@ -57,6 +57,14 @@ esac
 """
 
 
+# Stands for the real one, whose own tests build: says what it was asked for, and fails on demand.
+FAKE_BUILD = """import os, sys
+if "BUILD_FAILS" in os.environ:
+    sys.exit("build: error: there is no compiler")
+open(os.environ["BUILDS"], "a").write(" ".join(sys.argv[1:]) + chr(10))
+"""
+
+
 class SetUp:
     """A copy of the files that the script reads, beside a fake interpreter."""
 
@@ -65,6 +73,9 @@ class SetUp:
         (self.project / "tools").mkdir(parents=True)
         for name in ("setup.py", "pyproject.toml", "tools/setup_environment.sh"):
             shutil.copy(ROOT / name, self.project / name)
+        (self.project / "csrc").mkdir()
+        (self.project / "csrc" / "build.py").write_text(FAKE_BUILD)
+        self.builds = folder / "builds"
         self.bin = folder / "system" / "bin"
         self.bin.mkdir(parents=True)
         self.add_program("python3", FAKE_PYTHON)
@@ -72,6 +83,7 @@ class SetUp:
         self.environment = {
             "PATH": f"{self.bin}:/usr/bin:/bin",
             "NOTES": str(self.notes),
+            "BUILDS": str(self.builds),
             "REAL_PYTHON": sys.executable,
             "SYSTEM_SITE": str(folder / "system" / "site"),
         }
@@ -121,6 +133,14 @@ def test_a_bare_machine_gets_the_pinned_torch_and_the_second_call_does_nothing(
     assert notes == FRESH
     assert (setup.project / ".venv/torch-constraint.txt").read_text() == "torch==2.13.0\n"
     assert setup.run() == (0, "", [])
+    # The host library before anything is downloaded, the rest at the end; then what has changed.
+    assert setup.builds.read_text().splitlines() == ["host", "all", "all --quiet"]
+
+
+def test_a_missing_compiler_is_said_before_anything_is_downloaded(setup: SetUp) -> None:
+    code, output, notes = setup.run(BUILD_FAILS="1")
+    assert code == 1 and "there is no compiler" in output and "cannot be built" in output
+    assert notes == []
 
 
 @pytest.mark.parametrize("version", ["2.11.0a0+gitabc", "2.11.0", "2.14.1+cu130", "3.0.0"])
