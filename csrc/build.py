@@ -126,7 +126,7 @@ def is_stale(library: Path, sources: Iterable[Path]) -> bool:
     if not library.is_file():
         return True
     made = library.stat().st_mtime_ns
-    return any(path.stat().st_mtime_ns >= made for path in sources)
+    return any(path.stat().st_mtime_ns > made for path in sources)
 
 
 def sources_of(suffixes: Set[str], root: Path = ROOT) -> Iterator[Path]:
