@@ -68,7 +68,7 @@ class OwnershipFlags:
     )
     collectives: Literal["ready", "grouped", "per_owner", "p2p", "padded", "fsdp2"] = flag(
         "ready",
-        "ready: device operators / shared-memory operators, ready-scheduled; falls back to "
+        "ready: ready-scheduled operators over memory that ranks share; falls back to "
         "grouped, saying why, where there is no fabric. The others are calls of torch.distributed: "
         "one per layer group; one per owner in it; a schedule of sends and receives; one of equal, "
         "padded shares; or those of torch's fully_shard",
@@ -80,8 +80,8 @@ class OwnershipFlags:
     fabric: Literal["auto", "host", "nccl"] = flag(
         "auto",
         "what --collectives ready runs on; host: shared memory of the CPU ranks of one machine; "
-        "nccl: GPUs; auto: the one for the device, else grouped with a printed line. A named "
-        "fabric that cannot be had is an error",
+        "nccl: GPUs, refused in this version; auto: host where it can be had, else grouped with a "
+        "printed line. A named fabric that cannot be had is an error",
     )
     ring_slots: int = flag(
         8, "--collectives ready: chunks on the way between two ranks, per source", low=1, high=64

@@ -19,8 +19,9 @@ each, from private memory to private memory, started together, over the time of 
 several nodes the gather also copies the payload into ring slots, R - 1 times beside the N - 1
 results; ``..._with_ring_slots`` counts these as copies that were made.
 
-Two other modes run instead: ``--latency-us`` measures the operators over an injected link
-(``collectives_latency.py``), ``--publish-replay`` the publish (``publish_replay.py``).
+Other modes run instead: ``--latency-us`` measures the operators over an injected link
+(``collectives_latency.py``), ``--publish-replay`` the publish on a virtual clock and
+``--publish-bytes`` the publish with real bytes (``publish_replay.py``).
 
 Exit status: 0; 1 where a result is wrong; 2 for arguments that cannot be run. Tested by
 ``tests/tools/test_bench_collectives.py``.
