@@ -37,11 +37,6 @@ def test_the_kernels_do_what_the_oracles_say(program: Path) -> None:
 
 # What must not hold, in which file, in place of what.
 MUTANTS = {
-    "a cursor is not carried on": (
-        "operators/kernels.cuh",
-        "seat.state->queues[q] = queues[q];",
-        "if (q != 0) seat.state->queues[q] = queues[q];",
-    ),
     "the first group to finish leaves for all": (
         "operators/kernels.cuh",
         "expected + u64(groups)) return;",

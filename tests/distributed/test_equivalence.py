@@ -224,7 +224,8 @@ def test_every_line_on_every_grid(bench: Bench, ranks: int, steps: int) -> None:
 
 @pytest.mark.slow
 def test_every_line_on_every_grid_for_fifty_steps(bench: Bench) -> None:
-    bench.check(small_cover(4, 50))
+    """Line D has line C's bits (test_ready_training.py), so it need not run twice as long too."""
+    bench.check([case for case in small_cover(4, 50) if case.line != "D"])
 
 
 @pytest.mark.slow
