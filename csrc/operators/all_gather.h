@@ -22,22 +22,27 @@
 // An early neighbour may raise a word before this place begins the call; a word that were zeroed,
 // or sampled, at the start would lose that arrival.
 #pragma once
+#include "node_epoch.h"
 #include "rules.h"
 #include "table.h"
 
 namespace megamuon {
 
 template <class Fabric, class Rules = Sound>
-class AllGather {
+class AllGather : public NodeEpoch<Fabric> {
+  using Node = NodeEpoch<Fabric>;
+  using Node::entered_, Node::epoch_, Node::fabric_, Node::layout_, Node::place_;
+
  public:
   MM_HD AllGather(Fabric& fabric, const ControlLayout& layout, const Geometry& place)
-      : fabric_(fabric), layout_(layout), place_(place) {}
+      : Node(fabric, layout, place) {}
 
   // Start a call at pool offset `base`.  `epoch` counts the operator's calls from 1; `queues` (one
-  // per node) keep their first four cursors from call to call.
+  // per node) keep their first four cursors from call to call.  A place enters it when earlier
+  // readers of the call's pool range are finished there and its own segments are written.
   MM_HD void begin(const TableView& table, u64 base, u64 epoch, QueueState* queues) {
-    table_ = table, base_ = base, epoch_ = epoch, queues_ = queues;
-    entered_ = left_ = false;
+    table_ = table, base_ = base, queues_ = queues;
+    Node::begin_epoch(epoch);
   }
 
   // Reset what counts one call, of the queues of `group` out of `groups`.
@@ -50,13 +55,6 @@ class AllGather {
       if (q != place_.node) continue;
       // The group of the own queue alone sends on the star path.
       for (int node = 0; node < place_.nodes; ++node) queues_[node].star_forwarded = 0;
-    }
-  }
-
-  // Earlier readers of the call's pool range are finished here, and own segments are written.
-  MM_HD void enter() {
-    for (int k = 0; k < place_.columns; ++k) {
-      fabric_.set_local(k, layout_.entry(place_.column), epoch_);
     }
   }
 
@@ -99,43 +97,13 @@ class AllGather {
     }
   }
 
-  // After all groups have ended.
-  MM_HD void leave() {
-    for (int k = 0; k < place_.columns; ++k) {
-      fabric_.set_local(k, layout_.done(place_.column), epoch_);
-    }
-  }
-
   // Whether every place of the node has written what this one receives.
-  MM_HD bool left() {
-    if (!Rules::leave_waits_for_node) return true;
-    if (!left_) left_ = all_reached(true);
-    return left_;
-  }
-
-  // The column of this node that has not entered (or left) yet; -1 if all have.  For error texts.
-  MM_HD int missing(bool leaving) {
-    for (int k = 0; k < place_.columns; ++k) {
-      if (fabric_.read(leaving ? layout_.done(k) : layout_.entry(k)) < epoch_) return k;
-    }
-    return -1;
-  }
+  MM_HD bool left() { return !Rules::leave_waits_for_node || Node::all_left(); }
 
  private:
   MM_HD bool last(int q) const { return place_.next() == q; }
 
-  MM_HD bool all_reached(bool leaving) {
-    for (int k = 0; k < place_.columns; ++k) {
-      if (fabric_.read(leaving ? layout_.done(k) : layout_.entry(k)) < epoch_) return false;
-    }
-    return true;
-  }
-
-  MM_HD bool node_entered() {
-    if (!Rules::multicast_waits_for_node) return true;
-    if (!entered_) entered_ = all_reached(false);
-    return entered_;
-  }
+  MM_HD bool node_entered() { return !Rules::multicast_waits_for_node || Node::all_entered(); }
 
   MM_HD bool owner_entered(int column) {
     if (!Rules::source_waits_for_owner || entered_) return true;
@@ -293,13 +261,9 @@ class AllGather {
     return true;
   }
 
-  Fabric& fabric_;
-  const ControlLayout& layout_;
-  const Geometry& place_;
   TableView table_{};
-  u64 base_ = 0, epoch_ = 0;
+  u64 base_ = 0;
   QueueState* queues_ = nullptr;
-  bool entered_ = false, left_ = false;
 };
 
 }  // namespace megamuon

@@ -9,24 +9,29 @@
 // (csrc/tests/threads.cpp), against sums in one process (tests/distributed/test_ready.py).  Why
 // this cannot deadlock: see all_gather.h; the path of an owner's queue is owner + 1, ..., owner.
 #pragma once
+#include "node_epoch.h"
 #include "rules.h"
 #include "table.h"
 
 namespace megamuon {
 
 template <class Fabric, class Rules = Sound>
-class ReduceScatter {
+class ReduceScatter : public NodeEpoch<Fabric> {
+  using Node = NodeEpoch<Fabric>;
+  using Node::fabric_, Node::layout_, Node::place_;
+
  public:
   MM_HD ReduceScatter(Fabric& fabric, const ControlLayout& layout, const Geometry& place)
-      : fabric_(fabric), layout_(layout), place_(place) {}
+      : Node(fabric, layout, place) {}
 
   // Start a call on gradients at pool offset `base`; finished sums go to `window_base` (bytes) of
-  // their owners, stored if `first`, else added.
+  // their owners, stored if `first`, else added.  A place enters the call when its gradients are
+  // final and its window may be written.
   MM_HD void begin(const TableView& table, u64 base, u64 window_base, bool first, double divisor,
                    u64 epoch, QueueState* queues) {
     table_ = table, base_ = base, window_base_ = window_base, first_ = first, divisor_ = divisor;
-    epoch_ = epoch, queues_ = queues;
-    entered_ = left_ = false;
+    queues_ = queues;
+    Node::begin_epoch(epoch);
   }
 
   MM_HD void begin_group(int group, int groups) {
@@ -38,16 +43,9 @@ class ReduceScatter {
     }
   }
 
-  // This place's gradients are final, and its window may be written.
-  MM_HD void enter() {
-    for (int k = 0; k < place_.columns; ++k) {
-      fabric_.set_local(k, layout_.entry(place_.column), epoch_);
-    }
-  }
-
   MM_HD bool step(int q) {
     if (queues_[q].delivered == table_.count(q)) return false;  // its last puts may still be read
-    if (Rules::sum_waits_for_node && !entered_ && !(entered_ = all_reached(false))) return false;
+    if (Rules::sum_waits_for_node && !Node::all_entered()) return false;
     if (q == place_.node) return finish_chunk(q);
     return table_.star ? send_star(q) : send_ring(q);
   }
@@ -83,30 +81,11 @@ class ReduceScatter {
   }
 
   // All gradients of this place that others sum have been read when every column has left.
-  MM_HD void leave() {
-    for (int k = 0; k < place_.columns; ++k) {
-      fabric_.set_local(k, layout_.done(place_.column), epoch_);
-    }
-  }
-
-  MM_HD bool left() {
-    if (!Rules::leave_waits_for_node) return true;
-    if (!left_) left_ = all_reached(true);
-    return left_;
-  }
-
-  MM_HD int missing(bool leaving) {
-    for (int k = 0; k < place_.columns; ++k) {
-      if (fabric_.read(leaving ? layout_.done(k) : layout_.entry(k)) < epoch_) return k;
-    }
-    return -1;
-  }
+  MM_HD bool left() { return !Rules::leave_waits_for_node || Node::all_left(); }
 
  private:
   // Whether this node is the first of the chain of owner node q.
   MM_HD bool head(int q) const { return place_.previous() == q; }
-
-  MM_HD bool all_reached(bool leaving) { return missing(leaving) < 0; }
 
   MM_HD Sum sum_of(int q, u64 index) const {
     const Chunk& c = table_.chunk(q, index);
@@ -202,15 +181,11 @@ class ReduceScatter {
     return true;
   }
 
-  Fabric& fabric_;
-  const ControlLayout& layout_;
-  const Geometry& place_;
   TableView table_{};
-  u64 base_ = 0, window_base_ = 0, epoch_ = 0;
+  u64 base_ = 0, window_base_ = 0;
   bool first_ = true;
   double divisor_ = 1;
   QueueState* queues_ = nullptr;
-  bool entered_ = false, left_ = false;
 };
 
 }  // namespace megamuon
