@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankError, run_ranks, run_ranks_outcomes
+from tests.support.ranks import RankError, run_ranks, run_ranks_outcomes, stacks
 
 
 def _sum(rank: int, world: int, tensor: torch.Tensor) -> tuple[int, torch.Tensor, str | None, int]:
@@ -67,3 +68,31 @@ def test_a_hang_is_killed_and_named() -> None:
         run_ranks(_hang, 2, timeout=4)
     assert time.monotonic() - started < 15
     assert "in _hang" in str(caught.value)  # where it hung
+
+
+def _watched(rank: int, world: int) -> list[bool]:
+    """Run deep and shallow calls in turn while another thread writes this one's stack."""
+    ended = threading.Event()
+
+    def fall(depth: int) -> int:
+        return sum(range(depth)) + (fall(depth - 1) if depth else 0)
+
+    def work() -> None:
+        while not ended.is_set():
+            fall(20)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    end = time.monotonic() + 1.0
+    seen = []
+    while time.monotonic() < end:
+        seen.append("in work" in stacks())
+        time.sleep(0.001)
+    ended.set()
+    worker.join()
+    return seen
+
+
+def test_the_stacks_of_a_running_rank_are_read_without_harm() -> None:
+    (seen,) = run_ranks(_watched, 1, timeout=30)
+    assert len(seen) > 20 and any(seen)

@@ -15,7 +15,6 @@ Use it once per test file (a module-scoped fixture) and let one call do the work
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import importlib.util
 import multiprocessing
@@ -24,6 +23,7 @@ import pickle
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -268,8 +268,7 @@ def _main(
     log = os.open(task["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # A rank that hangs says where, shortly before the parent kills it.
-    faulthandler.dump_traceback_later(max(task["timeout"] - 1.0, task["timeout"] * 0.9), file=log)
+    finished = _say_where_it_hangs(log, max(task["timeout"] - 1.0, task["timeout"] * 0.9))
     try:
         report = pickle.dumps({"value": _work(task, arguments), "finished": True})
     except BaseException as error:  # a rank must always report, SystemExit included
@@ -280,7 +279,7 @@ def _main(
         os._exit(1)  # gloo's destructors may wait for peers that never come
     sys.stdout.flush()
     pipe.send_bytes(report)
-    _leave()
+    _leave(finished)
 
 
 def _work(task: Mapping[str, Any], arguments: bytes) -> Any:
@@ -320,7 +319,37 @@ def _find(name: str, file: str | None, function: str) -> Callable[..., Any]:
     return found
 
 
-def _leave() -> None:
+def _say_where_it_hangs(log: int, seconds: float) -> threading.Event:
+    """Write every thread's stack to ``log`` after ``seconds``, shortly before the parent kills
+    this rank, unless the event returned is set by then.
+    """
+    finished = threading.Event()
+
+    def watch() -> None:
+        if not finished.wait(seconds):
+            os.write(log, stacks().encode(errors="replace"))
+
+    threading.Thread(target=watch, name="watch", daemon=True).start()
+    return finished
+
+
+def stacks() -> str:
+    """The Python stacks of all other threads, as text.
+
+    Not ``faulthandler.dump_traceback_later``: that reads the frames without the interpreter's
+    lock and now and then kills a process whose threads are running.  The price: a thread that
+    hangs while it holds the lock says nothing.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    return "".join(
+        f"--- thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+        if ident != own
+    )
+
+
+def _leave(finished: threading.Event) -> None:
     """Wait for the peers, so that nobody loses a message from this rank, then leave."""
     import contextlib
 
@@ -330,6 +359,6 @@ def _leave() -> None:
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
+    finished.set()
     sys.stdout.flush()
     os._exit(0)
