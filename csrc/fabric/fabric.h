@@ -17,29 +17,30 @@
 //   void raise(node, word, delta)          word of the same column of `node` += delta.  Release.
 //   void set_local(column, word, value)    word of a place of this node = value.  Release.
 //   void put(queue, node, to, from, bytes, word, delta)
-//                                          copy own memory at `from` to the same column of `node`, then
-//                                          raise(node, word, delta) there.  Returns at once.
+//                                          copy own memory at `from` to the same column of `node`,
+//                                          then raise(node, word, delta) there.  Returns at once.
 //   bool may_put(queue)                    room for one more put in flight.
-//   bool put_done(queue, count)            the first `count` puts of the queue, counted since the fabric was
-//                                          made, have read their sources.
+//   bool put_done(queue, count)            the first `count` puts of the queue, counted since the
+//                                          fabric was made, have read their sources.
 //   void load(to, column, from, bytes)     own pool = pool of a place of this node.
 //   void multicast(to, column, from, bytes)
-//                                          pool of every place of this node = memory of `column` (its
-//                                          pool, or this place's own control memory).
-//   void reduce_to_outbox(to, sum)         row sum of this node, plus what came from upstream, rounded to the
-//   void reduce_to_window(column, sum)     wire; or finished, into the window of a place of this node.
+//                                          pool of every place of this node = memory of `column`
+//                                          (its pool, or this place's own control memory).
+//   void reduce_to_outbox(to, sum)         row sum of this node, plus what came from upstream,
+//   void reduce_to_window(column, sum)     rounded to the wire; or finished, into the window of a
+//                                          place of this node.
 //   bool aborted(), void pause()
 //
 // The verbs are called by the one thread of a group that runs the operator: the only thread on a
 // CPU; on a GPU the first thread of a block, whose other warps carry the data verbs out
 // (device_group.cuh).
 //
-// O1  If read(word) counts x puts of a queue, the bytes of its first x puts are visible to the group.
-//     Puts and raises of different queues are not ordered, nor are those to different nodes.
+// O1  If read(word) counts x puts of a queue, the bytes of its first x puts are visible to the
+//     group. Puts and raises of different queues are not ordered, nor are those to different nodes.
 // O2  A put may read its source until put_done says otherwise.
 // O3  raise is additive, set_local monotone, and nothing is ever reset.
-// O4  What a group has written or read in this node's memory (load, multicast, reduce) comes before its
-//     later set_local and raise, for whoever reads the word.
+// O4  What a group has written or read in this node's memory (load, multicast, reduce) comes before
+//     its later set_local and raise, for whoever reads the word.
 //
 // Data verbs move a whole chunk instead of 16 bytes, so that a fabric may use wide copies.
 #pragma once
@@ -127,7 +128,9 @@ struct ControlLayout {
   MM_HD u64 star_slot(int node, u64 sequence) const {
     return star_begin() + (u64(node) * slots + sequence % slots) * chunk_bytes;
   }
-  MM_HD u64 star_outbox(int node, u64 sequence) const { return star_slot(node, sequence) + block(); }
+  MM_HD u64 star_outbox(int node, u64 sequence) const {
+    return star_slot(node, sequence) + block();
+  }
   MM_HD u64 bytes() const {
     if (!has_rings()) return rings();
     const int blocks = (outboxes ? 2 : 1) * (star ? 2 : 1);
@@ -138,7 +141,8 @@ struct ControlLayout {
 // A queue's cursors.  The first four live as long as the operator; the others count chunks of one
 // call.
 struct QueueState {
-  u64 sent = 0, received = 0;            // ring chunks of this queue to the next and from the previous node
+  // Ring chunks of this queue to the next and from the previous node.
+  u64 sent = 0, received = 0;
   u64 star_sent = 0, star_received = 0;  // star chunks to and from the node of this number
   u64 forwarded = 0, delivered = 0, acknowledged = 0, local = 0;
   u64 star_forwarded = 0;

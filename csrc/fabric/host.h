@@ -86,7 +86,7 @@ class HostFabric {
   void set_pool(std::vector<char*> bases) { pool_ = std::move(bases); }
   void set_link(const Link& link) { link_ = link; }
 
-  // --- verbs, see fabric.h ------------------------------------------------------------------------
+  // --- verbs, see fabric.h -----------------------------------------------------------------------
 
   u64 read(u64 word) const { return word_at(self(), word).load(std::memory_order_acquire); }
 
@@ -145,7 +145,7 @@ class HostFabric {
                   operands(sum));
   }
 
-  // --- between steps ------------------------------------------------------------------------------
+  // --- between steps -----------------------------------------------------------------------------
 
   // Deliver what an injected link holds back; whether anything was.
   bool poll() {

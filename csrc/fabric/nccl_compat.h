@@ -7,7 +7,8 @@
 //   2.28.9   LSA pointers and multimem; requirements are zeroed memory; no query of properties
 //   2.29.0   requirements start from an initialiser; ncclCommQueryProperties
 //   2.31.2   GIN as the operators need it: strong signals that add to a word of a window, rail
-//            connections, and without the errors of earlier versions (lost signals, wrong number of contexts)
+//            connections, and without the errors of earlier versions (lost signals, wrong number of
+//            contexts)
 #pragma once
 #include <nccl.h>
 #include <nccl_device.h>

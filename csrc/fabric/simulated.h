@@ -58,7 +58,8 @@ class SimulatedFabric {
     world_.meanwhile();
     const u64 bytes = sum.elements * size_of(sum.window);
     const uint8_t* window = world_.pool(place_of(column)) + sum.destination;
-    if (sum.destination + bytes > world_.pool_bytes()) return world_.fail("a window beyond the pool");
+    if (sum.destination + bytes > world_.pool_bytes())
+      return world_.fail("a window beyond the pool");
     scratch_.assign(window, window + bytes);
     sum_to_window(scratch_.data(), sum.divisor, sum.first, operands(sum));
     world_.write_pool(self_, place_of(column), sum.destination, scratch_.data(), bytes, false);

@@ -54,7 +54,8 @@ class Watcher {
  public:
   virtual ~Watcher() = default;
   // own_copy: `load` into the own pool.
-  virtual void written(int endpoint, u64 epoch, int place, u64 offset, u64 bytes, bool own_copy) = 0;
+  virtual void written(int endpoint, u64 epoch, int place, u64 offset, u64 bytes,
+                       bool own_copy) = 0;
   virtual void read(int endpoint, u64 epoch, int place, u64 offset, u64 bytes) = 0;
   // Before each verb that writes: others may move here.
   virtual void meanwhile() = 0;
@@ -64,8 +65,9 @@ class Simulation {
  public:
   // An operator at a place.
   struct Channel {
-    u64 posted = 0, done = 0;  // done: the first so many puts are reported to have read their sources
-    u64 reported = 0;          // bit s % 64: put s is
+    // done: the first so many puts are reported to have read their sources.
+    u64 posted = 0, done = 0;
+    u64 reported = 0;  // bit s % 64: put s is
     std::vector<int> unsignalled;
   };
   struct Endpoint {
@@ -146,7 +148,7 @@ class Simulation {
     return false;
   }
 
-  // --- what a SimulatedFabric issues ----------------------------------------------------------------
+  // --- what a SimulatedFabric issues -------------------------------------------------------------
 
   void post(int from, int to, int queue, Address target, Address source, u64 bytes, u64 word_offset,
             u64 delta) {

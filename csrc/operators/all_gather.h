@@ -212,7 +212,7 @@ class AllGather : public NodeEpoch<Fabric> {
     ++s.forwarded;
   }
 
-  // --- star: one hop from the source to each other node -------------------------------------------
+  // --- star: one hop from the source to each other node ------------------------------------------
 
   MM_HD bool star_sent_all(u64 count) const {
     for (int node = 0; node < place_.nodes; ++node) {
@@ -251,7 +251,8 @@ class AllGather : public NodeEpoch<Fabric> {
     const Chunk& c = chunk(q, to.star_forwarded);
     if (!owner_entered(c.column)) return false;
     const u64 sequence = to.star_sent + to.star_forwarded;
-    if (sequence - fabric_.read(layout_.star_acknowledged(node)) >= u64(layout_.slots)) return false;
+    if (sequence - fabric_.read(layout_.star_acknowledged(node)) >= u64(layout_.slots))
+      return false;
     if (!fabric_.may_put(place_.nodes + node)) return false;
     const Address from = local_copy(q, to.star_forwarded);
     fabric_.put(place_.nodes + node, node,

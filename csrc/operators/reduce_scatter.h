@@ -123,7 +123,8 @@ class ReduceScatter : public NodeEpoch<Fabric> {
     if (relays) {
       slot = layout_.ring(q, s.received + s.delivered);
       sum.upstream = &slot, sum.upstreams = 1;
-      if (!Rules::acknowledge_after_read) fabric_.raise(place_.previous(), layout_.acknowledged(q), 1);
+      if (!Rules::acknowledge_after_read)
+        fabric_.raise(place_.previous(), layout_.acknowledged(q), 1);
     }
     const u64 outbox = layout_.outbox(q, sent);
     fabric_.reduce_to_outbox(outbox, sum);

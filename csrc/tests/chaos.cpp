@@ -5,10 +5,11 @@
 // makes one. Invariant: schedule i of seed s is the same on every machine, so a failure is replayed
 // by its number. tools/chaos.py builds and runs this file.
 //
-//     chaos [--schedules N] [--first I] [--seed S] [--mutant NAME] [--stop]   JSON on standard output
-//     chaos --replay I [--seed S] [--mutant NAME]                             one schedule, described
-//     chaos --list                                                            the mutants, as JSON
-//     chaos --conversions                                                     bf16 and f16, exhaustively
+//     chaos [--schedules N] [--first I] [--seed S] [--mutant NAME] [--stop]
+//                                                  JSON on standard output
+//     chaos --replay I [--seed S] [--mutant NAME]  one schedule, described
+//     chaos --list                                 the mutants, as JSON
+//     chaos --conversions                          bf16 and f16, exhaustively
 //
 // --stop: end at the first failure.
 #include "../operators/all_gather.h"
@@ -68,22 +69,25 @@ class WrappedPublish final : public Publisher {
 };
 
 template <class Rules>
-std::unique_ptr<Operator> make_gather(SimulatedFabric& f, const ControlLayout& l, const Geometry& g) {
+std::unique_ptr<Operator> make_gather(SimulatedFabric& f, const ControlLayout& l,
+                                      const Geometry& g) {
   return std::make_unique<Wrapped<Rules, AllGather<SimulatedFabric, Rules>, false>>(f, l, g);
 }
 
 template <class Rules>
-std::unique_ptr<Operator> make_reduce(SimulatedFabric& f, const ControlLayout& l, const Geometry& g) {
+std::unique_ptr<Operator> make_reduce(SimulatedFabric& f, const ControlLayout& l,
+                                      const Geometry& g) {
   return std::make_unique<Wrapped<Rules, ReduceScatter<SimulatedFabric, Rules>, true>>(f, l, g);
 }
 
 template <class Rules>
-std::unique_ptr<Publisher> make_publish(SimulatedFabric& f, const ControlLayout& l, const Geometry& g,
-                                        const PublishParameter* p, PublishState* s, u64 bytes) {
+std::unique_ptr<Publisher> make_publish(SimulatedFabric& f, const ControlLayout& l,
+                                        const Geometry& g, const PublishParameter* p,
+                                        PublishState* s, u64 bytes) {
   return std::make_unique<WrappedPublish<Rules>>(f, l, g, p, s, bytes);
 }
 
-// --- mutants ---------------------------------------------------------------------------------------
+// --- mutants -------------------------------------------------------------------------------------
 
 struct Mutant {
   const char* name;
@@ -132,7 +136,8 @@ const Mutant kMutants[] = {
     {"counters_persist_reduce", true, kReduce<Without_counters_persist>},
     {"source_waits_for_owner", true, kGather<Without_source_waits_for_owner>},
     {"slots_wait_for_acknowledgement", true, kGather<Without_slots_wait_for_acknowledgement>},
-    {"slots_wait_for_acknowledgement_reduce", true, kReduce<Without_slots_wait_for_acknowledgement>},
+    {"slots_wait_for_acknowledgement_reduce", true,
+     kReduce<Without_slots_wait_for_acknowledgement>},
     {"leave_waits_for_node", true, kGather<Without_leave_waits_for_node>},
     {"leave_waits_for_node_reduce", true, kReduce<Without_leave_waits_for_node>},
     {"outbox_waits_for_put", true, kReduce<Without_outbox_waits_for_put>},
@@ -147,7 +152,7 @@ const Mutant kMutants[] = {
 
 const Mutant kNone{"", false, kSound};
 
-// --- schedules -------------------------------------------------------------------------------------
+// --- schedules -----------------------------------------------------------------------------------
 
 Timing random_timing(Random& random) {
   Timing t;

@@ -33,7 +33,8 @@ class Collectives {
       m.geometry = {s.nodes, s.columns, p / s.columns, p % s.columns};
       m.fabric.reset(new SimulatedFabric(simulation_, m.geometry, peers));
       for (int g = 0; g < s.groups; ++g) {
-        m.groups.push_back((c.reduce ? maker.reduce : maker.gather)(*m.fabric, c.layout, m.geometry));
+        m.groups.push_back(
+            (c.reduce ? maker.reduce : maker.gather)(*m.fabric, c.layout, m.geometry));
       }
       m.queues.resize(s.nodes);
       m.seen.resize(s.nodes);
@@ -93,7 +94,8 @@ class Collectives {
         const Member& o = *members_[m.collective * bench_.scenario->places() + at];
         const u64 sent = m.queues[q].star_sent;
         agree(m, sent, simulation_.word(m.endpoint, l.star_acknowledged(q)), "star acknowledged");
-        agree(m, sent, simulation_.word(o.endpoint, l.star_arrived(m.geometry.node)), "star arrived");
+        agree(m, sent, simulation_.word(o.endpoint, l.star_arrived(m.geometry.node)),
+              "star arrived");
         agree(m, sent, o.queues[m.geometry.node].star_received, "star received");
       }
     }
@@ -140,7 +142,7 @@ class Collectives {
     }
   }
 
-  // --- a collective's stream: begin, wait, verify, use the memory for something else ----------------
+  // --- a collective's stream: begin, wait, verify, use the memory for something else -------------
 
   bool stream_turn(Member& m) {
     const TestCollective& c = bench_.scenario->collectives[m.collective];
@@ -219,12 +221,12 @@ class Collectives {
     return false;
   }
 
-  // --- what must hold -------------------------------------------------------------------------------
+  // --- what must hold ----------------------------------------------------------------------------
 
   std::string where(const Member& m) const {
-    return std::string(bench_.scenario->collectives[m.collective].reduce ? "reduce" : "gather") + " " +
-           std::to_string(m.collective) + ", place (" + std::to_string(m.geometry.node) + ", " +
-           std::to_string(m.geometry.column) + "), call " + std::to_string(m.call + 1);
+    return std::string(bench_.scenario->collectives[m.collective].reduce ? "reduce" : "gather") +
+           " " + std::to_string(m.collective) + ", place (" + std::to_string(m.geometry.node) +
+           ", " + std::to_string(m.geometry.column) + "), call " + std::to_string(m.call + 1);
   }
 
   void fail(const Member& m, const std::string& text) { simulation_.fail(where(m) + ": " + text); }
@@ -286,7 +288,8 @@ class Collectives {
         bounded(m, sent, simulation_.word(m.endpoint, l.star_acknowledged(n)), "star sent - ack");
       } else {
         const u64 taken = s.star_received + (c.reduce ? m.queues[q].delivered : s.delivered);
-        bounded(m, simulation_.word(m.endpoint, l.star_arrived(n)), taken, "star arrived - received");
+        bounded(m, simulation_.word(m.endpoint, l.star_arrived(n)), taken,
+                "star arrived - received");
       }
     }
   }

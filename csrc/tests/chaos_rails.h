@@ -207,7 +207,8 @@ class Rails {
       }
       const u64 tiles = (p.parameters[q].bytes + p.tile_bytes - 1) / p.tile_bytes;
       for (u64 t = 0; t < tiles && p.parameters[q].node != r.node; ++t) {
-        const u64 flag = simulation_.word(r.endpoint, p.layout.tile_flag(p.parameters[q].first_tile + t));
+        const u64 flag =
+            simulation_.word(r.endpoint, p.layout.tile_flag(p.parameters[q].first_tile + t));
         if (flag != version) fail(r, "invariant 7: a tile's flag is " + std::to_string(flag));
       }
     }

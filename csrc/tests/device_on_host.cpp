@@ -414,7 +414,8 @@ static bool says_what_it_waits_for(int kind, const char* expected) {
   c.deadline_seconds = 0.3;
   const std::string text = Bench(c, false).run_stuck(3);
   if (text.find(expected) != std::string::npos) return true;
-  std::printf("kind %d without place 3: \"%s\" does not say \"%s\"\n", kind, text.c_str(), expected);
+  std::printf("kind %d without place 3: \"%s\" does not say \"%s\"\n", kind, text.c_str(),
+              expected);
   return false;
 }
 
@@ -432,12 +433,14 @@ int main(int count, char** arguments) {
                           : streams            ? bench.run_streams()
                                                : bench.run_calls();
     if (different == 0 && bench.failure().empty()) continue;
-    std::printf("case %d: kind %d, %d x %d, pipelines %d, groups %d, slots %d, chunk %llu, "
-                "star %llu, granule %d, dtypes %d %d %d, multicast %d, seed %llu: %llu elements differ; %s\n",
-                i, c.kind, c.nodes, c.columns, c.pipelines, c.groups, c.slots,
-                (unsigned long long)c.chunk_bytes, (unsigned long long)c.star_bytes, c.granule,
-                c.slot_dtype, c.wire_dtype, c.window_dtype, multicast, (unsigned long long)c.seed,
-                (unsigned long long)different, bench.failure().c_str());
+    std::printf(
+        "case %d: kind %d, %d x %d, pipelines %d, groups %d, slots %d, chunk %llu, "
+        "star %llu, granule %d, dtypes %d %d %d, multicast %d, seed %llu: "
+        "%llu elements differ; %s\n",
+        i, c.kind, c.nodes, c.columns, c.pipelines, c.groups, c.slots,
+        (unsigned long long)c.chunk_bytes, (unsigned long long)c.star_bytes, c.granule,
+        c.slot_dtype, c.wire_dtype, c.window_dtype, multicast, (unsigned long long)c.seed,
+        (unsigned long long)different, bench.failure().c_str());
     return 1;
   }
   std::printf("%d cases: all as the oracles say\n", cases);

@@ -20,7 +20,7 @@ namespace testing {
 
 inline u64 mix(u64 a, u64 b) { return Random(a * 0x9e3779b97f4a7c15ull + b).next(); }
 
-// --- contents --------------------------------------------------------------------------------------
+// --- contents ------------------------------------------------------------------------------------
 
 inline void fill_bytes(uint8_t* to, u64 bytes, u64 key) {
   Random random(key);
@@ -91,7 +91,7 @@ inline double load_value(const uint8_t* from, Dtype dtype) {
   return value;
 }
 
-// --- scenario --------------------------------------------------------------------------------------
+// --- scenario ------------------------------------------------------------------------------------
 
 struct TestTable {
   std::vector<Segment> segments;
@@ -252,7 +252,8 @@ inline void add_collective(Random& random, Scenario& s, bool reduce, const Limit
   const int calls = random.between(1, s.places() > 8 ? 3 : 4);
   for (int i = 0; i < calls; ++i) {
     const int table = random.between(0, tables - 1);
-    const bool same = i > 0 && table == c.calls.back().table;  // sums add up within one table's window
+    // Sums add up within one table's window.
+    const bool same = i > 0 && table == c.calls.back().table;
     c.calls.push_back({table, random.chance(50) ? first : second, !same || random.chance(40),
                        double(random.between(1, 7))});
   }
@@ -319,7 +320,7 @@ inline Scenario random_scenario(Random& random, const Limits& limits) {
   return s;
 }
 
-// --- oracle ----------------------------------------------------------------------------------------
+// --- oracle --------------------------------------------------------------------------------------
 
 // What `call` adds to the window for element `element` of the call's gradients, owned on node
 // `owner`.

@@ -137,7 +137,8 @@ class User {
         held = call.first ? mean : rounded_to(c.window, held + mean);
         const u64 at = c.window_base + (g.window + i) * size_of(c.window);
         if (!(load_value(pool_ + at, c.window) == held)) {
-          shared_.fail(place_, "element " + std::to_string(g.window + i) + " of the window differs");
+          shared_.fail(place_,
+                       "element " + std::to_string(g.window + i) + " of the window differs");
         }
       }
     }
@@ -161,7 +162,8 @@ class User {
       for (int q : round.order) {
         if (p.parameters[q].node == place_ / scenario_.columns) tasks_.push_back(q);
       }
-      return mm_publish_begin(engine_, op, int(round.order.size()), round.order.data(), round.version);
+      return mm_publish_begin(engine_, op, int(round.order.size()), round.order.data(),
+                              round.version);
     }
     if (!tasks_.empty()) return hand_over(op, round.version);
     for (int q : round.order) {

@@ -44,7 +44,8 @@ struct Shared {
   }
 };
 
-inline mm_operator_config config_of(const Scenario& s, const TestCollective& c, const std::vector<int>& ranks) {
+inline mm_operator_config config_of(const Scenario& s, const TestCollective& c,
+                                    const std::vector<int>& ranks) {
   mm_operator_config config{};
   config.kind = c.reduce ? MM_REDUCE_SCATTER : MM_ALL_GATHER;
   config.nodes = s.nodes, config.columns = s.columns, config.ranks = ranks.data();
@@ -53,7 +54,8 @@ inline mm_operator_config config_of(const Scenario& s, const TestCollective& c, 
   return config;
 }
 
-inline mm_operator_config config_of(const Scenario& s, const TestPublish& p, const std::vector<int>& ranks) {
+inline mm_operator_config config_of(const Scenario& s, const TestPublish& p,
+                                    const std::vector<int>& ranks) {
   mm_operator_config config{};
   config.kind = MM_PUBLISH;
   config.nodes = s.nodes, config.columns = 1, config.ranks = ranks.data();
@@ -86,9 +88,9 @@ inline bool make_tables(mm_engine* engine, int op, const TestCollective& c) {
     }
     const int count = int(table.segments.size());
     const int made =
-        c.reduce ? mm_reduce_scatter_table(engine, op, count, node.data(), column.data(), offset.data(),
-                                           length.data(), window.data(), int(c.slot), int(c.wire),
-                                           int(c.window), "test")
+        c.reduce ? mm_reduce_scatter_table(engine, op, count, node.data(), column.data(),
+                                           offset.data(), length.data(), window.data(), int(c.slot),
+                                           int(c.wire), int(c.window), "test")
                  : mm_all_gather_table(engine, op, count, node.data(), column.data(), offset.data(),
                                        length.data(), "test");
     if (made < 0) return false;
@@ -116,7 +118,8 @@ inline bool make_parameters(mm_engine* engine, int op, const TestPublish& p) {
 
 // Zeroed memory for every place.
 inline void add_memory(Shared& shared, u64 control_bytes) {
-  const auto add = [](std::vector<std::unique_ptr<char[]>>& owned, std::vector<void*>& bases, u64 bytes) {
+  const auto add = [](std::vector<std::unique_ptr<char[]>>& owned, std::vector<void*>& bases,
+                      u64 bytes) {
     owned.emplace_back(new char[bytes + 256]());
     const uintptr_t base = reinterpret_cast<uintptr_t>(owned.back().get());
     bases.push_back(reinterpret_cast<void*>((base + 255) / 256 * 256));
