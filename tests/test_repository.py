@@ -84,6 +84,7 @@ def test_flags_that_the_readme_names_exist() -> None:
     ours = {name for s in specs_by_dest().values() for name in (*s.names, *s.off_names)}
     tools = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tools/**/*.py"))
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", read("README.md")))
+    assert named & ours
     for flag in named - OTHERS - MEGATRONS - ours:
         assert f'"{flag}"' in tools, flag
 
@@ -114,9 +115,9 @@ def test_the_readme_shows_every_preset() -> None:
 
 
 def test_the_python_of_the_readme_imports_what_there_is() -> None:
-    for module, names in re.findall(
-        r"^from ([\w.]+) import (.*)$", read("README.md"), re.MULTILINE
-    ):
+    imports = re.findall(r"^from ([\w.]+) import (.*)$", read("README.md"), re.MULTILINE)
+    assert imports
+    for module, names in imports:
         for name in names.split(", "):
             assert hasattr(importlib.import_module(module), name), f"{module}: {name}"
 
@@ -159,7 +160,9 @@ def test_what_is_imported_is_required() -> None:
     declared = requirements()
     always = declared[""] | {"torch"}
     optional = always | {name for names in declared.values() for name in names} | {"apex"}
-    for name, moments in third_party_imports().items():
+    imported = third_party_imports()
+    assert {"torch", "numpy"} <= set(imported)
+    for name, moments in imported.items():
         assert name in (always if True in moments else optional), (
             f"{name} is imported, but setup.py does not require it"
         )

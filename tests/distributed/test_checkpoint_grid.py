@@ -257,11 +257,12 @@ def take_up(rank: int, folder: Path, source: str, layout: Layout, ranks: Ranks) 
     advance(runtime, range(SAVED, END))
     after = weights_of(runtime)
     runtime.close()
+    differences = [(after[name] - whole).abs().max() for name, whole in end["after"].items()]
     return {
         "wrong": wrong,
         "loss": loss,
         "expected": end["loss"],
-        "worst": max(float((after[n] - whole).abs().max()) for n, whole in end["after"].items()),
+        "worst": float(torch.stack(differences).max()),  # NaN if one is
     }
 
 

@@ -173,8 +173,8 @@ def test_float64_follows_the_textbook(everyone: list, reference: tuple, place: i
     losses, norms, weights = reference
     for rank, values in enumerate(everyone):
         ours = values["runs"][place]
-        assert max(abs(a - b) for a, b in zip(ours[0], losses, strict=True)) < 1e-9, rank
-        assert max(abs(a - b) for a, b in zip(ours[1], norms, strict=True)) < 1e-9, rank
+        assert ours[0] == pytest.approx(losses, rel=0, abs=1e-9), rank
+        assert ours[1] == pytest.approx(norms, rel=0, abs=1e-9), rank
         if rank in (0, 3):
             assert worst(ours[2], weights) < 1e-9, rank
 
@@ -232,8 +232,8 @@ def test_one_process_without_a_group(reference: tuple) -> None:
         losses, norms = advance(runtime, 0, 1, range(3), setting)
     finally:
         runtime.close()
-    assert max(abs(a - b) for a, b in zip(losses, reference[0][:3], strict=True)) < 1e-9
-    assert max(abs(a - b) for a, b in zip(norms, reference[1][:3], strict=True)) < 1e-9
+    assert losses == pytest.approx(reference[0][:3], rel=0, abs=1e-9)
+    assert norms == pytest.approx(reference[1][:3], rel=0, abs=1e-9)
     assert not dist.is_initialized()
 
 

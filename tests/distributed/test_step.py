@@ -116,7 +116,7 @@ def reduction_dtypes(rank: int, world: int) -> dict[str, float]:
             runtime.engine._gradients_to_send = keep
             runtime.model(tokens(rank, 0)).logsumexp(-1).sum().backward()
             runtime.engine.finish_reductions()
-            worst = 0.0
+            worst = torch.zeros(())
             for group in runtime.groups:
                 everyone = [torch.empty_like(slots[group.name]) for _ in range(world)]
                 dist.all_gather(everyone, slots[group.name])
@@ -124,8 +124,9 @@ def reduction_dtypes(rank: int, world: int) -> dict[str, float]:
                 held = group.reduce_table.columns.of(rank)
                 mine = [total[s.offset : s.offset + s.numel] for s in held]
                 if mine:
-                    worst = max(worst, float((torch.cat(mine) - group.window).abs().max()))
-            errors[f"{name} {reduce_dtype}"] = worst
+                    difference = (torch.cat(mine) - group.window).abs().max()
+                    worst = torch.maximum(worst, difference)  # NaN stays
+            errors[f"{name} {reduce_dtype}"] = float(worst)
             runtime.clear_gradients()
     return errors
 
@@ -147,10 +148,10 @@ def bf16_accumulation(rank: int, world: int) -> dict[str, object]:
     for step in (0, 1):
         runtime.model(tokens(rank, step)).logsumexp(-1).sum().backward()
     runtime.engine.finish_reductions()
-    worst = max(
-        float((g.window - once[g.name]).abs().max()) for g in runtime.groups if g.window.numel()
-    )
-    return {"kept": kept, "after": after, "difference": worst}
+    worst = torch.stack(
+        [(g.window - once[g.name]).abs().max() for g in runtime.groups if g.window.numel()]
+    ).max()
+    return {"kept": kept, "after": after, "difference": float(worst)}
 
 
 def forgotten_reduction(rank: int, world: int) -> float:

@@ -298,7 +298,7 @@ def test_training_in_the_pool_gives_the_same_bits(name: str) -> None:
     assert runtime.opened is not None and opening is not None
     assert opening.steps == (1 if run.micro_batches > 2 else 2)
     assert runtime.pool is None and runtime.engine.micro_batch_done is None
-    assert all(map(torch.equal, losses, wanted))
+    assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
     assert torch.stack(losses).isfinite().all()
     weights = dict(runtime.full_parameters())
     assert all(torch.equal(weights[n], whole) for n, whole in plain.full_parameters())
@@ -349,6 +349,7 @@ def test_slots_are_planned_until_their_reduction_is_over() -> None:
     """Three groups' slots at a time: two are being reduced, one is written."""
     runtime, _, _ = trained(Run(steps=2), pooled=True)
     plan, order = runtime.opened.plan, runtime.engine.reduce_order.order
+    assert len(order) > 2
     for first, second, third in zip(order, order[1:], order[2:], strict=False):
         overlaps = plan.overlaps["gradients", first]
         assert ("gradients", second) not in overlaps and ("gradients", third) not in overlaps
@@ -379,7 +380,7 @@ def test_a_pass_that_raises_leaves_nothing_in_the_way(zero_stage: int) -> None:
             run.loss(runtime.model, number).backward()
             runtime.step(0.02)
         finals.append([whole.clone() for _, whole in runtime.full_parameters()])
-    assert all(map(torch.equal, *finals))
+    assert all(torch.equal(a, b) for a, b in zip(*finals, strict=True))
 
 
 def test_a_deep_model_shares_the_memory_of_a_few_layers() -> None:
@@ -537,6 +538,6 @@ def test_slots_and_sums_that_were_set_aside_are_added_up_all_the_same(
     monkeypatch.setattr(Engine, "_fold", moving)
     runtime, losses, _ = trained(run, pooled=True)
     assert len(set(moved)) == len(runtime.groups)
-    assert all(map(torch.equal, losses, wanted))
+    assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))
     weights = dict(runtime.full_parameters())
     assert all(torch.equal(weights[n], whole) for n, whole in plain.full_parameters())

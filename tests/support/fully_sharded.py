@@ -112,7 +112,8 @@ def described(pieces: list) -> list[tuple]:
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     assert ours.keys() == theirs.keys()
-    return max(float((ours[name] - whole).abs().max()) for name, whole in theirs.items())
+    apart = [(ours[name] - whole).abs().max() for name, whole in theirs.items()]
+    return float(torch.stack(apart).max())  # torch's maximum keeps a NaN, Python's may lose it
 
 
 def pasted(pieces: list[tuple]) -> dict[str, Tensor]:
