@@ -4,8 +4,9 @@
 // processes. Invariants: one thread at a time steps the operators (whoever waits does it itself;
 // the progress thread does while nobody waits); a thread with nothing to do sleeps on the rank's
 // bell instead of spinning, since ranks may outnumber cores; a failure is reported once, to every
-// waiter of every rank.  Tested by tests/distributed/test_ready.py and test_ready_failures.py, and
-// csrc/tests/threads.cpp.
+// waiter of every rank; stop() makes every thread leave its call, and whoever destroys the engine
+// sees to it that none is left inside.  Tested by tests/distributed/test_ready.py and
+// test_ready_failures.py, tests/collectives/test_host_engine_closing.py and csrc/tests/threads.cpp.
 //
 // [Note: who steps]
 //
@@ -13,6 +14,16 @@
 // that nobody waits for must move all the same while this rank computes.  So a waiter takes the
 // driver's seat if it is free.  The progress thread sits there only while there are calls and no
 // waiters.
+//
+// [Note: a rank that has closed]
+//
+// A rank with calls outstanding that closes gives up, which all ranks hear.  One without any sets
+// `closed`, after its puts are done, and may do so while others are still in a call that is over
+// for it: they need nothing more of it, however long they stand (the last acknowledgements of a
+// call are for the next one).  It is missed only where it never came to the call that this rank is
+// in.  Its entry word says which was its last (all ranks make the same calls in the same order, and
+// count them); a publish has no such word, but there all that a rank waits for comes from the rank
+// before it.  So no time has to pass: the words decide.
 #pragma once
 #include "host_operators.h"
 
@@ -39,17 +50,15 @@ class Engine {
     progress_ = std::thread([this] { run(); });
   }
 
+  // No thread may be inside a call; stop() makes them leave.
   ~Engine() {
+    stop();
+    progress_.join();
     {
       std::lock_guard<std::mutex> hold(mutex_);
-      if (failure_.empty() && busy()) give_up("closed with calls outstanding: " + standing());
+      leave_outstanding();  // one that was made during stop()
       own().closed.store(1, std::memory_order_release);
-      stopping_ = true;
     }
-    work_.notify_all();
-    finished_.notify_all();
-    ring(&own());
-    progress_.join();
     for (ControlHeader* header : headers_) {
       if (header != &own()) ring(header);
     }
@@ -66,8 +75,24 @@ class Engine {
   char* control(int rank) const { return control_[rank]; }
   ControlHeader* header(int rank) const { return headers_[rank]; }
 
-  int add(std::unique_ptr<HostOperator> op) {
+  // Every wait ends, with -1 unless what it waits for is there, and so does every later one.  The
+  // other ranks hear of it if calls are outstanding.
+  void stop() {
+    {
+      std::lock_guard<std::mutex> hold(mutex_);
+      leave_outstanding();
+      stopping_ = true;
+    }
+    work_.notify_all();
+    finished_.notify_all();
+    ring(&own());
+  }
+
+  // `ranks`: of the operator's places, node * columns + column.  Without them a rank that closes
+  // without coming to a call is missed after the deadline alone.
+  int add(std::unique_ptr<HostOperator> op, std::vector<int> ranks = {}) {
     std::lock_guard<std::mutex> hold(mutex_);
+    ranks_.push_back(std::move(ranks));
     op->fabric().set_link(link_);
     op->name_ranks(headers_);
     operators_.push_back(std::move(op));
@@ -88,7 +113,8 @@ class Engine {
     std::unique_lock<std::mutex> hold = enter();
     const auto result = action();
     last_move_ = now_ns();
-    if (failure_.empty()) step_all();  // entering at once spares the peers a wake-up of the progress thread
+    // Entering at once spares the peers a wake-up of the progress thread.
+    if (failure_.empty()) step_all();
     const bool outstanding = busy();
     hold.unlock();
     if (outstanding) wake();
@@ -102,25 +128,25 @@ class Engine {
     return action();
   }
 
-  // Step until `over` holds: 0; -1 where the engine has failed, 1 where `seconds` are over.
+  // Step until `over` holds: 0; 1 where `seconds` are over; -1 where the engine failed or stops.
   int wait(const std::function<bool()>& over, double seconds) {
     const u64 limit = now_ns() + u64(seconds * 1e9);
     std::unique_lock<std::mutex> hold = enter();
     ++waiters_;
     if (driving_) ring(&own());  // the progress thread gives its seat to a waiter, asleep or not
-    while (!over() && failure_.empty() && now_ns() < limit) {
+    while (!over() && !ended() && now_ns() < limit) {
       if (driving_) {
         finished_.wait_for(hold, std::chrono::milliseconds(20));
         continue;
       }
       driving_ = true;
-      drive(hold, [&] { return over() || !failure_.empty() || now_ns() >= limit; });
+      drive(hold, [&] { return over() || ended() || now_ns() >= limit; });
       driving_ = false;
       finished_.notify_all();
     }
     --waiters_;
-    const int result = over() ? 0 : failure_.empty() ? 1 : -1;
-    const bool outstanding = busy() && failure_.empty();
+    const int result = over() ? 0 : ended() ? -1 : 1;
+    const bool outstanding = busy() && !ended();
     hold.unlock();
     if (outstanding) wake();
     return result;
@@ -156,6 +182,8 @@ class Engine {
     wanting_.fetch_sub(1, std::memory_order_relaxed);
     return hold;
   }
+
+  bool ended() const { return stopping_ || !failure_.empty(); }
 
   bool busy() const {
     for (const auto& op : operators_) {
@@ -248,7 +276,7 @@ class Engine {
     }
   }
 
-  // --- failures -----------------------------------------------------------------------------------
+  // --- failures ----------------------------------------------------------------------------------
 
   void open_processes() {
     for (int64_t pid : pids_) {
@@ -276,7 +304,8 @@ class Engine {
     if (by == 0) return false;
     const int peer = int(by) - 1;
     std::string reason = "no reason given";
-    if (headers_[peer]->reason_ready.load(std::memory_order_acquire)) reason = headers_[peer]->reason;
+    const ControlHeader& told = *headers_[peer];
+    if (told.reason_ready.load(std::memory_order_acquire)) reason = told.reason;
     fail("rank " + std::to_string(peer) + " gave up: " + reason);
     return true;
   }
@@ -284,26 +313,69 @@ class Engine {
   void check_peers() {
     if (notice_abort()) return;
     if (!busy()) return;
-    const double stood = double(now_ns() - last_move_) * 1e-9;
     for (int peer = 0; peer < ranks(); ++peer) {
-      // A rank that has closed may be gone before others have read its last words.
-      const bool closed = headers_[peer]->closed.load(std::memory_order_acquire) != 0;
-      if (peer == rank_ || (closed && stood < 5)) continue;
-      if (closed || dead(peer)) {
-        const std::string text = "rank " + std::to_string(peer) +
-                                 (closed ? " has closed its collectives" : " died") +
-                                 " while rank " + std::to_string(rank_) + " stood at " + standing();
-        fail(text);
-        tell(text);
-        return;
+      if (peer == rank_) continue;
+      if (has_closed(peer)) {
+        if (step_all()) return;  // its last words
+        if (needs(peer)) return lose(peer, " has closed its collectives");
+        continue;
       }
+      // It may have closed, and gone for good, since it was looked at.
+      if (dead(peer) && !has_closed(peer)) return lose(peer, " died");
     }
     if (deadline_ns_ != 0 && now_ns() - last_move_ > deadline_ns_) {
+      const double stood = double(now_ns() - last_move_) * 1e-9;
       const std::string text = "nothing moved on rank " + std::to_string(rank_) + " for " +
                                std::to_string(u64(stood)) + " s at " + standing();
       fail(text);
       tell(text);
     }
+  }
+
+  bool has_closed(int peer) const {
+    return headers_[peer]->closed.load(std::memory_order_acquire) != 0;
+  }
+
+  void lose(int peer, const char* how) {
+    const std::string text = "rank " + std::to_string(peer) + how + " while rank " +
+                             std::to_string(rank_) + " stood at " + standing();
+    fail(text);
+    tell(text);
+  }
+
+  // Whether a call that this rank is in, and that does not move, waits for a peer that has closed.
+  // See [Note: a rank that has closed].
+  bool needs(int peer) const {
+    for (std::size_t i = 0; i < operators_.size(); ++i) {
+      const HostOperator& op = *operators_[i];
+      const auto at = std::find(ranks_[i].begin(), ranks_[i].end(), peer);
+      if (!op.busy() || at == ranks_[i].end()) continue;
+      const int index = int(at - ranks_[i].begin()), columns = op.place().columns;
+      if (const auto* publish = dynamic_cast<const HostPublish*>(&op)) {
+        if (index == op.place().previous() && awaits_others(*publish)) return true;
+      } else if (entered(op, peer, index % columns) < entered(op, rank_, op.place().column)) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+  // The last call that a place has entered, by its own word.
+  u64 entered(const HostOperator& op, int rank, int column) const {
+    const u64 word = op.config().control_offset + ControlLayout{}.entry(column);
+    const auto* entry = reinterpret_cast<std::atomic<u64>*>(control_[rank] + word);
+    return entry->load(std::memory_order_acquire);
+  }
+
+  static bool awaits_others(const HostPublish& publish) {
+    for (int p = 0; p < publish.parameters(); ++p) {
+      if (!publish.owns(p) && publish.arrived(p) < publish.version(p)) return true;
+    }
+    return false;
+  }
+
+  void leave_outstanding() {
+    if (failure_.empty() && busy()) give_up("closed with calls outstanding: " + standing());
   }
 
   std::string standing() {
@@ -351,6 +423,7 @@ class Engine {
   std::condition_variable finished_;  // for waiters: the seat is free, or something is over
   std::condition_variable work_;      // for the progress thread
   std::vector<std::unique_ptr<HostOperator>> operators_;
+  std::vector<std::vector<int>> ranks_;  // of the operators
   std::string failure_;
   bool driving_ = false, stopping_ = false;
   int waiters_ = 0;

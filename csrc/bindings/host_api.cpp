@@ -1,7 +1,7 @@
 // The C interface over the engine and the operators.  See host_api.h.
 #include "host_api.h"
 
-#include "engine.h"
+#include "engine_handle.h"
 
 #include <cstdio>
 
@@ -15,22 +15,14 @@ using megamuon::HostAllGather;
 using megamuon::HostOperator;
 using megamuon::HostPublish;
 using megamuon::HostReduceScatter;
+using megamuon::Inside;
+using megamuon::refuse;
 using megamuon::Segment;
 using megamuon::u64;
-
-struct mm_engine {
-  std::unique_ptr<Engine> engine;
-  std::string misuse;  // what the caller did wrong last
-};
 
 namespace {
 
 constexpr int kMaxNodes = 4096;
-
-int refuse(mm_engine* handle, const std::string& text) {
-  handle->misuse = text;
-  return -1;
-}
 
 ControlLayout layout_of(const mm_operator_config& config) {
   ControlLayout layout{};
@@ -80,7 +72,8 @@ std::string segment_problem(const Segment& s, const Geometry& place, int index) 
 
 template <class Machine>
 int64_t submit(mm_engine* handle, int op, const Call& call, const char* what) {
-  auto* found = handle->engine->find<Machine>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<Machine>(op);
   if (!found) return refuse(handle, std::string(what) + ": no such operator");
   if (!found->has_table(call.table)) return refuse(handle, std::string(what) + ": no such table");
   if (!found->has_pool()) return refuse(handle, std::string(what) + ": the operator has no pool");
@@ -99,8 +92,8 @@ int ticket_state(HostOperator* op, int64_t ticket) {
   return -1;
 }
 
-HostPublish* publish_of(mm_engine* handle, int op) {
-  auto* found = handle->engine->find<HostPublish>(op);
+HostPublish* publish_of(const Inside& inside, mm_engine* handle, int op) {
+  auto* found = inside.find<HostPublish>(op);
   if (!found) {
     refuse(handle, "publish: no such operator");
     return nullptr;
@@ -139,19 +132,24 @@ mm_engine* mm_engine_create(int rank, int ranks, void* const* control, const int
   return handle;
 }
 
-void mm_engine_destroy(mm_engine* handle) { delete handle; }
+void mm_engine_destroy(mm_engine* handle) {
+  if (handle != nullptr) megamuon::destroy(handle);
+}
 
-void mm_engine_abort(mm_engine* handle, const char* reason) { handle->engine->abort(reason); }
+void mm_engine_abort(mm_engine* handle, const char* reason) {
+  const Inside inside(handle);
+  if (inside) handle->engine->abort(reason);
+}
 
 int mm_engine_error(mm_engine* handle, char* text, int text_size) {
-  std::string error = handle->engine->failure();
-  if (error.empty()) error = handle->misuse;
+  const std::string error = megamuon::error_of(handle);
   std::snprintf(text, std::size_t(text_size), "%s", error.c_str());
   return int(error.size());
 }
 
 void mm_engine_set_link(mm_engine* handle, uint64_t latency_ns, double bytes_per_second) {
-  handle->engine->set_link({latency_ns, bytes_per_second});
+  const Inside inside(handle);
+  if (inside) handle->engine->set_link({latency_ns, bytes_per_second});
 }
 
 uint64_t mm_operator_control_bytes(const mm_operator_config* config) {
@@ -160,6 +158,8 @@ uint64_t mm_operator_control_bytes(const mm_operator_config* config) {
 }
 
 int mm_operator_create(mm_engine* handle, const mm_operator_config* config, const char* name) {
+  const Inside inside(handle);
+  if (!inside) return -1;
   Engine& engine = *handle->engine;
   const std::string problem = problem_of(*config);
   if (!problem.empty()) return refuse(handle, std::string(name) + ": " + problem);
@@ -190,11 +190,12 @@ int mm_operator_create(mm_engine* handle, const mm_operator_config* config, cons
   } else {
     made = std::make_unique<HostPublish>(name, kept, place, layout, control, headers);
   }
-  return engine.add(std::move(made));
+  return engine.add(std::move(made), std::vector<int>(config->ranks, config->ranks + places));
 }
 
 int mm_operator_set_pool(mm_engine* handle, int op, void* const* bases) {
-  auto* found = handle->engine->find<HostOperator>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<HostOperator>(op);
   if (!found) return refuse(handle, "set_pool: no such operator");
   const int places = found->place().nodes * found->place().columns;
   std::vector<char*> pool;
@@ -208,7 +209,8 @@ int mm_operator_set_pool(mm_engine* handle, int op, void* const* bases) {
 
 int mm_all_gather_table(mm_engine* handle, int op, int segments, const int* node, const int* column,
                         const uint64_t* offset, const uint64_t* bytes, const char* name) {
-  auto* found = handle->engine->find<HostAllGather>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<HostAllGather>(op);
   if (!found) return refuse(handle, "all_gather_table: no such operator");
   std::vector<Segment> list;
   for (int j = 0; j < segments; ++j) {
@@ -226,7 +228,8 @@ int mm_reduce_scatter_table(mm_engine* handle, int op, int segments, const int* 
                             const int* column, const uint64_t* offset, const uint64_t* elements,
                             const uint64_t* window, int slot_dtype, int wire_dtype,
                             int window_dtype, const char* name) {
-  auto* found = handle->engine->find<HostReduceScatter>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<HostReduceScatter>(op);
   if (!found) return refuse(handle, "reduce_scatter_table: no such operator");
   if (!dtype_ok(slot_dtype) || !dtype_ok(wire_dtype) || !dtype_ok(window_dtype)) {
     return refuse(handle, std::string(name) + ": unknown dtype");
@@ -267,7 +270,8 @@ int64_t mm_reduce_scatter(mm_engine* handle, int op, int table, uint64_t base,
 }
 
 int mm_done(mm_engine* handle, int op, int64_t ticket) {
-  auto* found = handle->engine->find<HostOperator>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<HostOperator>(op);
   if (!found) return refuse(handle, "done: no such operator");
   const int state = handle->engine->look([&] { return ticket_state(found, ticket); });
   if (state < 0) return refuse(handle, "done: no such ticket");
@@ -275,7 +279,8 @@ int mm_done(mm_engine* handle, int op, int64_t ticket) {
 }
 
 int mm_wait(mm_engine* handle, int op, int64_t ticket, double seconds) {
-  auto* found = handle->engine->find<HostOperator>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<HostOperator>(op);
   if (!found || handle->engine->look([&] { return ticket_state(found, ticket); }) < 0) {
     return refuse(handle, "wait: no such operator or ticket");
   }
@@ -285,7 +290,8 @@ int mm_wait(mm_engine* handle, int op, int64_t ticket, double seconds) {
 int mm_publish_parameters(mm_engine* handle, int op, int parameters, const int* node,
                           const uint64_t* offset, const uint64_t* bytes,
                           const char* const* names) {
-  auto* found = handle->engine->find<HostPublish>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<HostPublish>(op);
   if (!found) return refuse(handle, "publish: no such operator");
   std::vector<megamuon::PublishParameter> list;
   std::vector<std::string> texts;
@@ -313,7 +319,8 @@ int mm_publish_parameters(mm_engine* handle, int op, int parameters, const int* 
 
 int mm_publish_begin(mm_engine* handle, int op, int parameters, const int* order,
                      uint64_t version) {
-  HostPublish* found = publish_of(handle, op);
+  const Inside inside(handle);
+  HostPublish* found = publish_of(inside, handle, op);
   if (!found || handle->engine->failed()) return -1;
   for (int i = 0; i < parameters; ++i) {
     if (!parameter_ok(handle, found, order[i])) return -1;
@@ -332,7 +339,8 @@ int mm_publish_begin(mm_engine* handle, int op, int parameters, const int* order
 }
 
 int mm_publish_task(mm_engine* handle, int op, int parameter) {
-  HostPublish* found = publish_of(handle, op);
+  const Inside inside(handle);
+  HostPublish* found = publish_of(inside, handle, op);
   if (!found || handle->engine->failed() || !parameter_ok(handle, found, parameter)) return -1;
   return handle->engine->change([&] {
     if (!found->owns(parameter)) {
@@ -346,14 +354,16 @@ int mm_publish_task(mm_engine* handle, int op, int parameter) {
 }
 
 uint64_t mm_publish_arrived(mm_engine* handle, int op, int parameter) {
-  HostPublish* found = publish_of(handle, op);
+  const Inside inside(handle);
+  HostPublish* found = publish_of(inside, handle, op);
   if (!found || !parameter_ok(handle, found, parameter)) return 0;
   return found->arrived(parameter);
 }
 
 int mm_publish_compare(mm_engine* handle, int op, int parameters, const int* which,
                        const uint64_t* version) {
-  HostPublish* found = publish_of(handle, op);
+  const Inside inside(handle);
+  HostPublish* found = publish_of(inside, handle, op);
   if (!found) return -1;
   for (int i = 0; i < parameters; ++i) {
     if (!parameter_ok(handle, found, which[i])) return -1;
@@ -364,7 +374,8 @@ int mm_publish_compare(mm_engine* handle, int op, int parameters, const int* whi
 
 int mm_publish_wait(mm_engine* handle, int op, int parameters, const int* which,
                     const uint64_t* version, double seconds) {
-  HostPublish* found = publish_of(handle, op);
+  const Inside inside(handle);
+  HostPublish* found = publish_of(inside, handle, op);
   if (!found) return -1;
   for (int i = 0; i < parameters; ++i) {
     if (!parameter_ok(handle, found, which[i])) return -1;
@@ -379,19 +390,22 @@ int mm_publish_wait(mm_engine* handle, int op, int parameters, const int* which,
 }
 
 int mm_publish_drain(mm_engine* handle, int op, double seconds) {
-  HostPublish* found = publish_of(handle, op);
+  const Inside inside(handle);
+  HostPublish* found = publish_of(inside, handle, op);
   if (!found) return -1;
   return handle->engine->wait([&] { return found->round_done(); }, seconds);
 }
 
 int mm_publish_round_done(mm_engine* handle, int op) {
-  HostPublish* found = publish_of(handle, op);
+  const Inside inside(handle);
+  HostPublish* found = publish_of(inside, handle, op);
   if (!found) return -1;
   return handle->engine->look([&] { return int(found->round_done()); });
 }
 
 int mm_operator_cursors(mm_engine* handle, int op, uint64_t* words, int count) {
-  auto* found = handle->engine->find<HostOperator>(op);
+  const Inside inside(handle);
+  auto* found = inside.find<HostOperator>(op);
   if (!found) return refuse(handle, "cursors: no such operator");
   const std::vector<u64> all = handle->engine->look([&] { return found->cursors(); });
   for (int i = 0; i < count && i < int(all.size()); ++i) words[i] = all[i];

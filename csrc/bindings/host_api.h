@@ -13,7 +13,7 @@ extern "C" {
 
 // Bumped with every change of a table's meaning, a control word's place or this interface; part of
 // the digest that ranks compare.
-#define MM_CODE_VERSION 2
+#define MM_CODE_VERSION 3
 
 typedef struct mm_engine mm_engine;
 
@@ -37,7 +37,9 @@ int mm_segment_unmap(void* address, uint64_t bytes);
 uint64_t mm_engine_control_bytes(void);
 mm_engine* mm_engine_create(int rank, int ranks, void* const* control, const int64_t* pids,
                             double deadline_seconds);
-// Stop the progress thread; with calls outstanding they are dropped.
+// Stop the progress thread; with calls outstanding they are dropped, and all ranks hear of it.
+// Threads that are inside a call leave it first: a wait returns -1.  Every later call with this
+// handle fails, whenever it comes, and mm_engine_error says that the engine is closed.
 void mm_engine_destroy(mm_engine*);
 // Make every wait of every rank fail, naming this rank and `reason`.
 void mm_engine_abort(mm_engine*, const char* reason);

@@ -1,10 +1,11 @@
 """Engines and operators of the host library as Python objects.
 
 Owns their handles.  Invariants: the memory that an engine works on (control words, pools) cannot be
-unmapped while it lives, because it holds what keeps it mapped; a closed engine is never called; a
-call that fails raises CollectiveError with the engine's text. Tables and configurations are
-made once; a call converts a few integers and allocates nothing. Tested by
-``tests/collectives/test_host_engine.py``.
+unmapped while it lives, because it holds what keeps it mapped; a call that fails, or that comes
+after or during ``close``, raises CollectiveError with the engine's text, and touches no memory
+of an engine that is gone (C counts the threads inside and refuses later ones). Tables and
+configurations are made once; a call converts a few integers and allocates nothing. Tested by
+``tests/collectives/test_host_engine.py`` and ``test_host_engine_closing.py``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class HostEngine:
         )
         if not handle:
             raise CollectiveError(f"rank {rank}: the engine over {ranks} ranks could not be made")
-        self._handle: int | None = handle
+        self._handle: int = handle
+        self._closed = False
         self._kept: list[object] = [keep]
         # Runs at close, when nothing refers to the engine any more, or when Python ends.
         self._destroy = weakref.finalize(
@@ -67,7 +69,7 @@ class HostEngine:
     @property
     def handle(self) -> int:
         """The C handle. Raises CollectiveError for an engine that is closed."""
-        if self._handle is None:
+        if self._closed:
             raise CollectiveError(f"rank {self.rank}: the engine is closed")
         return self._handle
 
@@ -86,8 +88,11 @@ class HostEngine:
 
     def error(self) -> str:
         """Text of the first failure, or of the last refused call; "" while there is none."""
+        return self._text(self.handle)
+
+    def _text(self, handle: int) -> str:
         text = create_string_buffer(TEXT_BYTES)
-        self.library.call.mm_engine_error(self.handle, text, TEXT_BYTES)
+        self.library.call.mm_engine_error(handle, text, TEXT_BYTES)
         return text.value.decode(errors="replace")
 
     def set_link(self, *, latency_ns: int, bytes_per_second: float) -> None:
@@ -102,15 +107,18 @@ class HostEngine:
     def check(self, result: int, what: str) -> int:
         """``result``, unless it says that the call failed."""
         if result < 0:
-            raise CollectiveError(f"{what}: {self.error() or 'failed and left no text'}")
+            text = self._text(self._handle)  # of an engine that was closed meanwhile, too
+            raise CollectiveError(f"{what}: {text or 'failed and left no text'}")
         return result
 
     def close(self) -> None:
         """Stop the progress thread and let go of the memory; idempotent.
 
-        Calls of other ranks may still need this one as a relay: close after a barrier.
+        Other threads that are inside a call leave it first, a wait with CollectiveError. Calls of
+        other ranks may still need this one as a relay: close after a barrier. A rank that waits
+        for a call that this one never made fails at once and names this one.
         """
-        self._handle = None
+        self._closed = True
         self._destroy()
 
 
@@ -256,16 +264,28 @@ class HostOperator:
 
     def publish_arrived(self, parameter: int) -> int:
         """The version that has wholly arrived in this rank's copy."""
-        return self._call.mm_publish_arrived(self._handle, self.number, parameter)
+        version = self._call.mm_publish_arrived(self._handle, self.number, parameter)
+        if version == 0:  # the one answer that does not say whether the engine was closed meanwhile
+            self.engine.handle  # noqa: B018  (raises)
+        return version
 
-    def publish_other(self, parameters: Sequence[int], versions: Sequence[int]) -> int | None:
-        """Place in ``parameters`` of the first that holds another version; None if none does."""
+    def publish_ready(self, parameters: Sequence[int], versions: Sequence[int]) -> bool:
+        """Whether ``publish_wait`` would return at once."""
+        return self.publish_other(parameters, versions) is None
+
+    def publish_other(
+        self, parameters: Sequence[int], versions: Sequence[int]
+    ) -> tuple[int, int] | None:
+        """Place in ``parameters`` and version of the first copy that holds another version; None
+        if none does.
+        """
         count = _length("parameters to compare", parameters, versions)
         which, needed = array(c_int, parameters), array(c_uint64, versions)
         place = self._call.mm_publish_compare(self._handle, self.number, count, which, needed)
         if place == -2:
             return None
-        return self._checked(place, "publish")
+        self._checked(place, "publish")
+        return place, self.publish_arrived(parameters[place])
 
     def publish_wait(self, parameters: Sequence[int], versions: Sequence[int]) -> None:
         """Return when each of ``parameters`` has arrived in its version."""

@@ -21,7 +21,7 @@ import torch
 from megamuon.collectives.base import CollectiveError
 
 PATH = Path(__file__).resolve().parents[1] / "_native" / "libmegamuon_host.so"
-CODE_VERSION = 2  # MM_CODE_VERSION of host_api.h
+CODE_VERSION = 3  # MM_CODE_VERSION of host_api.h
 REMEDY = (
     "build it with: pip install --no-build-isolation -e . (a clone; or make setup), "
     "which needs a C++ compiler (on Debian or Ubuntu: apt-get install -y g++)"

@@ -2,14 +2,26 @@
 
 Owns making, mapping and giving up the segments.  Invariants: making is collective and ends alike
 everywhere: every rank has the memory, or every rank raises the same error; no name stays behind in
-/dev/shm (a rank that is killed outright in the milliseconds between making and mapping is the
-exception); the memory is unmapped when it is closed *and* nothing uses it: tensors over it, and
-engines that were given ``mapped``, keep what they use. Tested by
-``tests/distributed/test_symmetric.py``.
+/dev/shm, but for that of a rank that is killed outright between making and mapping, which goes when
+memory is made again (``[Note: names of the dead]``); the memory is unmapped when it is closed *and*
+nothing uses it: tensors over it, and engines that were given ``mapped``, keep what they use. Tested
+by ``tests/distributed/test_symmetric.py``.
+
+[Note: names of the dead]
+
+A segment has a name from its making until all ranks have mapped it; a process that dies in between
+cannot take it away, and the memory would stay until the machine starts anew. So a name says who
+made it: the process number, and the namespace in which that number counts. Whoever makes memory
+first removes the names whose makers are dead: those of its own user and its own namespace whose
+number no process has. In any other case, and whenever something cannot be seen, the name stays. A
+maker that lives is never mistaken for a dead one; if its number was given to another process, the
+name stays until that one has ended too. Ranks that look at the same time do no harm: a name is
+random and never made twice, so removing it once more finds nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -30,6 +42,8 @@ from megamuon.collectives.host_library import HostLibrary, library
 T = TypeVar("T")
 
 FOLDER = Path("/dev/shm")
+NAME = "/megamuon-{nonce}-{namespace}.{pid}-{label}-{rank}"
+MADE_BY = re.compile(r"megamuon-[0-9a-f]+-(?P<namespace>\d+)\.(?P<pid>[1-9]\d{0,8})-.*")
 
 
 class SymmetricMemoryUnavailable(CollectiveError):  # noqa: N818  (what is wrong, like FileNotFound)
@@ -74,6 +88,7 @@ class SymmetricMemory:
         self.label = label
         facts = _exchange(group, _own_facts(label, nbytes))
         _check_facts(facts)
+        remove_names_of_the_dead()
         self.pids = tuple(fact.pid for fact in facts)
         self._mappings = _make(group, self.rank, facts)
         self.bases = tuple(mapping.address for mapping in self._mappings)
@@ -152,9 +167,43 @@ def _boot_id() -> str:
 def _namespace() -> str:
     """Which /dev/shm and which process numbers: containers of one machine may have their own."""
     try:
-        return f"{FOLDER.stat().st_dev} {os.readlink('/proc/self/ns/pid')}"
+        return f"{FOLDER.stat().st_dev} {_pid_namespace()}"
     except OSError:
         return ""
+
+
+def _pid_namespace() -> int:
+    """Inode of the namespace in which the own process number counts; 0 if the system hides it."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def remove_names_of_the_dead() -> None:
+    """Free what killed processes of this user have left. Never fails. See the module's note."""
+    namespace, names = _pid_namespace(), []
+    if namespace:
+        with contextlib.suppress(OSError):  # a folder that cannot be read
+            names = os.listdir(FOLDER)
+    for name in names:
+        made = MADE_BY.fullmatch(name)
+        if made is None or int(made["namespace"]) != namespace or not _dead(int(made["pid"])):
+            continue
+        with contextlib.suppress(OSError):  # another rank was faster
+            if (FOLDER / name).lstat().st_uid == os.geteuid():
+                (FOLDER / name).unlink()
+
+
+def _dead(pid: int) -> bool:
+    """Whether no process has this number; False where the system does not say."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _exchange(group: dist.ProcessGroup | None, own: T) -> list[T]:
@@ -195,7 +244,8 @@ def _check_facts(facts: list[_Facts]) -> None:
 def _make(group: dist.ProcessGroup | None, rank: int, facts: list[_Facts]) -> tuple[_Mapping, ...]:
     """Create the own segment, map all, take the own name away; alike on all ranks."""
     nbytes, using = facts[0].nbytes, library()
-    names = [f"/megamuon-{facts[0].nonce}-{facts[0].label}-{r}" for r in range(len(facts))]
+    common = {"nonce": facts[0].nonce, "namespace": _pid_namespace(), "label": facts[0].label}
+    names = [NAME.format(**common, pid=fact.pid, rank=r) for r, fact in enumerate(facts)]
     mappings: dict[int, _Mapping] = {}
 
     def attempt(wanted: list[int]) -> None:

@@ -26,6 +26,7 @@ class Ranks:
     """The engines, their pools, and one operator of each."""
 
     def __init__(self, kind: str, nodes: int = 2, columns: int = 2) -> None:
+        self.shape = (nodes, columns)
         shape = {"nodes": nodes, "columns": columns, "ranks": tuple(range(nodes * columns))}
         start = -(-library().engine_control_bytes() // 256) * 256
         publish = {"parameters": 2, "tiles": 4, "tile_bytes": 1024} if kind == "publish" else {}
@@ -240,9 +241,9 @@ def test_engines_that_nobody_refers_to_stop_and_let_go() -> None:
 
 
 SCRIPT = """
-import os, sys
+import os, sys, threading, time
 sys.path.insert(0, {root!r})
-from tests.collectives.test_host_engine import Ranks
+from tests.collectives.test_host_engine import Ranks, gather_table
 ranks = Ranks("all_gather")
 child = os.fork()
 if child == 0:
@@ -250,6 +251,10 @@ if child == 0:
         engine.close()
     os._exit(7)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+last = ranks.operators[-1]  # whose engine goes first
+ticket = last.all_gather(gather_table(last), 0)
+threading.Thread(target=last.wait, args=[ticket], daemon=True).start()
+time.sleep(0.2)  # the thread is inside when the engine is destroyed
 """
 
 
@@ -262,3 +267,4 @@ def test_a_forked_child_and_the_end_of_python_do_not_hang() -> None:
         timeout=60,
     )
     assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
+    assert "CollectiveError: all_gather 0: call 1: the engine is closed\n" in done.stderr

@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import secrets
+import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -214,6 +218,123 @@ def test_a_rank_that_dies_in_the_middle_leaves_no_name_of_the_others() -> None:
     assert [outcome.finished for outcome in outcomes] == [False] * 3
     assert all(outcome.error for outcome in outcomes)  # none of them hung
     assert left(label) == []
+
+
+# --- names of the dead ---------------------------------------------------------------------------
+
+
+def killed(rank: int, world: int, label: str) -> str:
+    """Rank 1 is killed when all have made their segments and it is about to map the others'."""
+
+    def kill(name: str, nbytes: int) -> int:
+        assert any(name.endswith("-1") for name in left(label))
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    if rank == 1:
+        library().map_segment = kill  # type: ignore[method-assign]
+    SymmetricMemory(dist.group.WORLD, NBYTES, label=label)
+    return "made"
+
+
+def test_a_name_of_a_killed_rank_goes_when_memory_is_made_again() -> None:
+    label = f"t{uuid.uuid4().hex[:8]}"
+    outcomes = run_ranks_outcomes(killed, 3, label, timeout=60.0)
+    assert outcomes[1].exit_code == -signal.SIGKILL  # by itself, when it had seen its name
+    SymmetricMemory(None, NBYTES, label=f"u{label}").close()
+    assert left(label) == []
+
+
+def crowd(rank: int, world: int, dead: str) -> tuple[int, list[str]]:
+    memory = SymmetricMemory(dist.group.WORLD, NBYTES, label="crowd")
+    dist.barrier()
+    return len(memory.bases), left(dead)
+
+
+@pytest.fixture
+def dead() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+class Names:
+    """Files that are named as segments."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.label = f"names{uuid.uuid4().hex[:8]}"
+        self.paths: list[Path] = []
+
+    def add(self, pid: int, namespace: int | None = None) -> Path:
+        name = symmetric.NAME.format(
+            nonce=secrets.token_hex(8),
+            namespace=symmetric._pid_namespace() if namespace is None else namespace,
+            pid=pid,
+            label=self.label,
+            rank=len(self.paths),
+        )
+        self.paths.append(self.folder / name[1:])
+        self.paths[-1].touch()
+        return self.paths[-1]
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Names:
+    """In a folder of its own: in /dev/shm another run may clean up at any time."""
+    monkeypatch.setattr(symmetric, "FOLDER", tmp_path)
+    return Names(tmp_path)
+
+
+def test_ranks_that_clean_up_at_once_do_no_harm(dead: int) -> None:
+    names = Names(Path("/dev/shm"))
+    try:
+        for _ in range(200):
+            names.add(dead)
+        values = run_ranks(crowd, WORLD, names.label, timeout=60.0)
+    finally:
+        for path in names.paths:
+            path.unlink(missing_ok=True)
+    assert values == [(WORLD, [])] * WORLD
+
+
+def test_only_names_of_the_dead_are_removed(names: Names, dead: int) -> None:
+    own, parent, gone = names.add(os.getpid()), names.add(os.getppid()), names.add(dead)
+    other = names.add(dead, namespace=symmetric._pid_namespace() + 1)
+    hidden = names.add(dead, namespace=0)
+    unsaid = names.folder / f"megamuon-{secrets.token_hex(8)}-1-{dead}-0"  # a label, not a maker
+    unsaid.touch()
+    symmetric.remove_names_of_the_dead()
+    assert not gone.exists()
+    assert all(path.exists() for path in (own, parent, other, hidden, unsaid))
+
+
+def test_names_of_other_users_are_left_to_them(
+    names: Names, dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = names.add(dead)
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric.os, "geteuid", lambda: theirs.stat().st_uid + 1)
+        symmetric.remove_names_of_the_dead()
+    assert theirs.exists()
+    symmetric.remove_names_of_the_dead()
+    assert not theirs.exists()
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise PermissionError("not for you")
+
+
+@pytest.mark.parametrize("what", ["listdir", "kill", "stat"])
+def test_what_cannot_be_seen_is_kept_and_memory_is_made_all_the_same(
+    names: Names, dead: int, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = names.add(dead)
+    with monkeypatch.context() as patch:
+        patch.setattr(symmetric.os, what, refuse)
+        SymmetricMemory(None, NBYTES, label=names.label).close()
+    assert path.exists() and left(names.label) == []
 
 
 # --- one rank ------------------------------------------------------------------------------------
