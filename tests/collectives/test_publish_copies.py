@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megamuon.collectives.publish import HEADER_BYTES, LeaderCopies, Publisher, StaleCopyError
+from megamuon.collectives.leader_copies import HEADER_BYTES, LeaderCopies, StaleCopyError
+from megamuon.collectives.publish import Publisher
 from megamuon.collectives.traffic import Traffic
 
 SIZES = {4: 7, 2: 0, 9: 1000, 1: 1}

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.collectives.publish import StaleCopyError
+from megamuon.collectives.leader_copies import StaleCopyError
 from megamuon.runtime import Runtime, RuntimeConfig, shard
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks, run_ranks_outcomes

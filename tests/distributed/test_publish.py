@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megamuon.collectives.base import CollectiveError
-from megamuon.collectives.publish import HEADER_BYTES, LeaderCopies, Publisher, StaleCopyError
+from megamuon.collectives.leader_copies import HEADER_BYTES, LeaderCopies, StaleCopyError
+from megamuon.collectives.publish import Publisher
 from megamuon.collectives.traffic import Traffic
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 

@@ -1,0 +1,140 @@
+"""A rank's resident copies of its column's parameters, from which its row gathers.
+
+Owns the layout of a copy, which is also that of a message (header and payload, one behind the
+other), and the checks that every publisher makes of its tables.  Invariant: a header tells which
+parameter the payload is and which version.  Who fills the copies: ``publish.py`` with the library's
+transfers, ``ready_publish.py`` with the persistent operator.  Tested by
+``tests/collectives/test_publish_copies.py`` and through both publishers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamuon.collectives.base import CollectiveError
+
+HEADER_BYTES = 16  # int64 version, int64 parameter index
+ALIGNMENT = 16
+
+
+class StaleCopyError(CollectiveError):
+    """A leader copy holds another version than the one that the forward pass needs."""
+
+    def __init__(self, what: str, *, row: int, held: str, wanted: int, owner_row: int) -> None:
+        """``what``: the parameter; ``held``: what the copy of ``row`` holds instead of version
+        ``wanted``.
+        """
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        super().__init__(
+            f"{what}: the leader copy of rank {rank}, row {row}, holds {held}, wanted version"
+            f" {wanted} from owner row {owner_row}"
+        )
+
+
+class LeaderCopies:
+    """The resident copies of one column's parameters, header and payload each, in one buffer."""
+
+    def __init__(
+        self,
+        sizes: Mapping[int, int],
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        buffer: Tensor | None = None,
+    ) -> None:
+        """``sizes``: parameter index -> elements. All copies start at zero, version 0.
+
+        ``buffer``: zeros of at least ``bytes_of(sizes, dtype)`` to lie in, ``(bytes,)`` uint8.
+        """
+        self._places, end = _places(sizes, dtype)
+        self.dtype = dtype
+        if buffer is None:
+            buffer = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.buffer = buffer[:end]
+        self._headers: dict[int, Tensor] = {}
+        self._payloads: dict[int, Tensor] = {}
+        for index, (start, stop) in self._places.items():
+            header = self.buffer[start : start + HEADER_BYTES].view(torch.int64)
+            header[1] = index
+            self._headers[index] = header
+            self._payloads[index] = self.buffer[start + HEADER_BYTES : stop].view(dtype)
+
+    @staticmethod
+    def bytes_of(sizes: Mapping[int, int], dtype: torch.dtype) -> int:
+        """What the copies of ``sizes`` take, headers and alignment included."""
+        return _places(sizes, dtype)[1]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Where a payload lies in the buffer: its first byte, and how many."""
+        start, stop = self._places[index]
+        return start + HEADER_BYTES, stop - start - HEADER_BYTES
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The parameters held, in the order of the buffer."""
+        return tuple(self._places)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the buffer: payloads, headers and alignment."""
+        return self.buffer.numel()
+
+    def payload(self, index: int) -> Tensor:
+        """The copy of a parameter, ``(numel,)``, a view."""
+        return self._payloads[index]
+
+    def message(self, index: int) -> Tensor:
+        """Header and payload as they travel, ``(bytes,)`` uint8, a view."""
+        start, stop = self._places[index]
+        return self.buffer[start:stop]
+
+    def stamp(self, index: int, version: int) -> None:
+        """Write the version of a payload that this rank wrote itself."""
+        self._headers[index][0] = version
+
+    def version(self, index: int) -> int:
+        """The version in the header; on a GPU this waits for the current stream."""
+        return int(self._headers[index][0])
+
+    def headers(self, indices: Sequence[int]) -> Tensor:
+        """``(len(indices), 2)`` int64 on the device: version and parameter index of each."""
+        return torch.stack([self._headers[index] for index in indices])
+
+
+def _places(sizes: Mapping[int, int], dtype: torch.dtype) -> tuple[dict[int, tuple[int, int]], int]:
+    """Start of the header and end of the payload of each parameter, and the end of all."""
+    places: dict[int, tuple[int, int]] = {}
+    end = 0
+    for index, numel in sizes.items():
+        stop = end + HEADER_BYTES + numel * dtype.itemsize
+        places[index] = (end, stop)
+        end = -(-stop // ALIGNMENT) * ALIGNMENT
+    return places, end
+
+
+def check_rail(
+    copies: LeaderCopies,
+    names: Mapping[int, str],
+    owner_rows: Mapping[int, int],
+    group: dist.ProcessGroup | None,
+    *,
+    row: int,
+    rows: int,
+) -> None:
+    """Refuse tables that do not fit the copies or the column. Raises ValueError."""
+    if group is not None and dist.get_rank(group) != row:
+        raise ValueError(
+            f"row {row} is rank {dist.get_rank(group)} of its replicate group: "
+            "build the group in order of rows"
+        )
+    for index in copies.indices:
+        if index not in names or index not in owner_rows:
+            raise ValueError(f"parameter {index} has a leader copy but no name or owner row")
+        if not 0 <= owner_rows[index] < rows:
+            raise ValueError(
+                f"{names[index]}: owner row {owner_rows[index]} is outside 0..{rows - 1}"
+            )
