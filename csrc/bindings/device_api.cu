@@ -29,9 +29,14 @@ struct mmd_fabric {
   // A refused table is no failure: the caller sends that group another way.
   template <class Body>
   int table(Body body) {
-    const int made = attempt(body);
-    if (made < 0 && fabric.alarm().failure() == nullptr) refused.swap(text), text.clear();
-    return made;
+    return attempt([&] {
+      try {
+        return body();
+      } catch (const std::exception& thrown) {
+        refused = thrown.what();
+        return -1;
+      }
+    });
   }
 
   DeviceOperator& find(int op, int kind) {
@@ -124,13 +129,15 @@ int mmd_query(mmd_fabric* handle, mmd_capability* out) {
   return 0;
 }
 
-int mmd_open(mmd_fabric* handle, uint64_t control_bytes, uint64_t pool_bytes) {
+int mmd_open(mmd_fabric* handle, uint64_t control_bytes, uint64_t pool_bytes,
+             mmd_fabric* pool_of) {
   return handle->attempt([&] {
 #if MM_NCCL_HAS_GIN
     if (handle->fabric.uses_gin()) load_kernels<GinSite>();
 #endif
     if (!handle->fabric.uses_gin()) load_kernels<LsaSite>();
-    handle->fabric.open(control_bytes, pool_bytes);
+    handle->fabric.open(control_bytes, pool_bytes,
+                        pool_of == nullptr ? nullptr : &pool_of->fabric);
     return 0;
   });
 }
@@ -221,9 +228,10 @@ int mmd_publish_parameters(mmd_fabric* handle, int op, int parameters, const int
       texts.push_back(names[p]);
       tiles += (bytes[p] + config.tile_bytes - 1) / config.tile_bytes;
     }
-    if (parameters != config.parameters || tiles != config.tiles) {
-      throw std::runtime_error(found.name() + " was made for " + std::to_string(config.parameters) +
-                               " parameters of " + std::to_string(config.tiles) + " tiles, not " +
+    if (parameters > config.parameters || tiles > config.tiles) {
+      throw std::runtime_error(found.name() + " was made for at most " +
+                               std::to_string(config.parameters) + " parameters of " +
+                               std::to_string(config.tiles) + " tiles, and these are " +
                                std::to_string(parameters) + " of " + std::to_string(tiles));
     }
     found.set_parameters(std::move(list), std::move(texts));
@@ -259,5 +267,8 @@ void mmd_abort(mmd_fabric* handle) { handle->fabric.alarm().request_abort(); }
 int mmd_error(mmd_fabric* handle, char* text, int text_size) {
   const std::lock_guard<std::mutex> hold(handle->mutex);
   const std::string& found = handle->failure();
-  return copy_text(found.empty() ? handle->refused : found, text, text_size);
+  if (!found.empty()) return copy_text(found, text, text_size);
+  const int length = copy_text(handle->refused, text, text_size);
+  handle->refused.clear();
+  return length;
 }

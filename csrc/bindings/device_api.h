@@ -5,7 +5,8 @@
 // that can fail returns a negative number or a null pointer and leaves a text, in the last
 // argument's buffer or in mmd_error; offsets and sizes are bytes unless they are called elements.
 // Streams are cudaStream_t as integers. The calls of the first group are collective: every rank of
-// the communicator makes them, in one order.
+// the communicator makes them, in one order.  Tested without a GPU through a library of the same
+// names over host memory, csrc/tests/device_stand_in.cpp.
 #pragma once
 #include "host_api.h"
 
@@ -44,11 +45,17 @@ mmd_fabric* mmd_create(const void* id, int rank, int nodes, int columns, int dev
 int mmd_query(mmd_fabric*, mmd_capability* out);
 // Allocate and register the two windows, each one allocation: control words and rings, and the
 // pool.  Once; after it, mmd_pool is where this rank's pool lies.
-int mmd_open(mmd_fabric*, uint64_t control_bytes, uint64_t pool_bytes);
+// `pool_of`, where it is not null: an open fabric of this process, over other ranks or in another
+// arrangement of them, whose pool is to be this one's too.  Its memory gets a second window and is
+// not allocated; `pool_bytes` must be what it was opened with, else -1 with a text that names both.
+// Whoever allocated the pool frees it, so it must be destroyed after all fabrics that share it.
+int mmd_open(mmd_fabric*, uint64_t control_bytes, uint64_t pool_bytes, mmd_fabric* pool_of);
 uint64_t mmd_pool(mmd_fabric*);
 // values[i] = the least over the ranks.
 int mmd_agree(mmd_fabric*, int* values, int count);
 // Give back windows, memory, communicators; any rank may call it after a failure.  Null is nothing.
+// It ends this fabric's waits and then waits for all that the GPU runs: where other fabrics of the
+// GPU may stand still, mmd_abort them first.
 void mmd_destroy(mmd_fabric*);
 
 // --- operators, after mmd_open -------------------------------------------------------------------
@@ -56,7 +63,8 @@ void mmd_destroy(mmd_fabric*);
 // call.
 uint64_t mmd_operator_control_bytes(int nodes, int columns, const mm_operator_config*);
 int mmd_operator_create(mmd_fabric*, const mm_operator_config*, const char* name);
-// Refused (-1) where multimem would need 16-byte multiples that the segments do not have.
+// Refused (-1) where multimem would need 16-byte multiples that the segments do not have.  That is
+// no failure, and the next mmd_error tells its text, once.
 int mmd_all_gather_table(mmd_fabric*, int op, int segments, const int* node, const int* column,
                          const uint64_t* offset, const uint64_t* bytes, const char* name);
 int mmd_reduce_scatter_table(mmd_fabric*, int op, int segments, const int* node, const int* column,
@@ -69,6 +77,8 @@ int mmd_reduce_scatter(mmd_fabric*, int op, int table, uint64_t base, uint64_t w
                        int first, double divisor, uint64_t stream);
 
 // --- publish -------------------------------------------------------------------------------------
+// The frozen list of a rail, at most as many parameters and tiles as the operator was made for: all
+// rails are made for those of the rail that has most.
 int mmd_publish_parameters(mmd_fabric*, int op, int parameters, const int* node,
                            const uint64_t* offset, const uint64_t* bytes, const char* const* names);
 // The round's kernel, on a stream that nothing else waits on; the round before must be over.
@@ -84,7 +94,8 @@ int mmd_publish_wait(mmd_fabric*, int op, int parameters, const int* which, cons
 // --- failure -------------------------------------------------------------------------------------
 // End every wait of this GPU's kernels.
 void mmd_abort(mmd_fabric*);
-// Text of the first failure; "" while there is none.  Returns its length.
+// Text of the first failure, or of a refused table that was not told yet; "" where there is
+// neither.  Returns its length.
 int mmd_error(mmd_fabric*, char* text, int text_size);
 
 #ifdef __cplusplus

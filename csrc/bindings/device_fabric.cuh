@@ -3,8 +3,9 @@
 // Owns the order of a life: communicator, agreement, device communicator, then memory and windows,
 // and back. Invariants: what a rank may use is the least over all ranks, agreed before anything
 // depends on it; the device communicator exists before the first window (a window first would
-// settle GIN's connections by itself); a window is one allocation and never null.  Compiled by
-// `make device-compile`; no run on several GPUs yet.
+// settle GIN's connections by itself); a window is one allocation and never null; memory is freed
+// by the fabric that allocated it alone.  Compiled by `make device-compile`; no run on several GPUs
+// yet.
 #pragma once
 #include "cuda_support.h"
 #include "device_api.h"
@@ -106,11 +107,20 @@ class DeviceFabric {
   static constexpr int kCounters = 256;
   int contexts_per_operator() const { return contexts_per_operator_; }
 
-  void open(u64 control_bytes, u64 pool_bytes) {
+  // `pool_of`: whose pool is this one's too; null: allocate one.
+  void open(u64 control_bytes, u64 pool_bytes, const DeviceFabric* pool_of) {
     if (opened()) throw std::runtime_error("open: the windows are open already, and never grow");
+    if (pool_of != nullptr) pool_of->check_lends(pool_bytes);
     control_bytes_ = control_bytes, pool_bytes_ = pool_bytes;
-    register_window("control", control_bytes, &control_, &control_window_);
-    register_window("pool", pool_bytes, &pool_, &pool_window_);
+    allocate("control", control_bytes, &control_);
+    register_window("control", control_bytes, control_, &control_window_);
+    if (pool_of == nullptr) {
+      allocate("pool", pool_bytes, &own_pool_);
+      pool_ = own_pool_;
+    } else {
+      pool_ = pool_of->pool_;
+    }
+    register_window("pool", pool_bytes, pool_, &pool_window_);
     int ready = 1;
     agree(&ready, 1);  // also a barrier: every rank's control words are zero now
   }
@@ -141,7 +151,8 @@ class DeviceFabric {
       }
     }
     has_device_comm_ = false;
-    for (void** memory : {&pool_, &control_}) {
+    pool_ = nullptr;
+    for (void** memory : {&own_pool_, &control_}) {
       if (*memory != nullptr) ncclMemFree(*memory);
       *memory = nullptr;
     }
@@ -229,14 +240,29 @@ class DeviceFabric {
                             : " does not have as they use it: take NCCL 2.31.2 or newer");
   }
 
-  void register_window(const char* what, u64 bytes, void** memory, ncclWindow_t* window) {
-    const u64 whole = (bytes + NCCL_WIN_REQUIRED_ALIGNMENT - 1) / NCCL_WIN_REQUIRED_ALIGNMENT *
-                      NCCL_WIN_REQUIRED_ALIGNMENT;
-    const std::string name(what);
-    check_nccl(ncclMemAlloc(memory, whole), (name + " window: ncclMemAlloc").c_str());
-    check_cuda(cudaMemset(*memory, 0, whole), "cudaMemset");
+  void check_lends(u64 bytes) const {
+    if (!opened()) throw std::runtime_error("open: the fabric that has the pool is not open");
+    if (bytes == pool_bytes_) return;
+    throw std::runtime_error("open: a pool of " + std::to_string(bytes) +
+                             " bytes is asked for, and the one that is there has " +
+                             std::to_string(pool_bytes_));
+  }
+
+  static u64 whole_window(u64 bytes) {
+    return (bytes + NCCL_WIN_REQUIRED_ALIGNMENT - 1) / NCCL_WIN_REQUIRED_ALIGNMENT *
+           NCCL_WIN_REQUIRED_ALIGNMENT;
+  }
+
+  static void allocate(const std::string& name, u64 bytes, void** memory) {
+    check_nccl(ncclMemAlloc(memory, whole_window(bytes)),
+               (name + " window: ncclMemAlloc").c_str());
+    check_cuda(cudaMemset(*memory, 0, whole_window(bytes)), "cudaMemset");
     check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-    check_nccl(ncclCommWindowRegister(comm_, *memory, whole, window, NCCL_WIN_COLL_SYMMETRIC),
+  }
+
+  void register_window(const std::string& name, u64 bytes, void* memory, ncclWindow_t* window) {
+    check_nccl(ncclCommWindowRegister(comm_, memory, whole_window(bytes), window,
+                                      NCCL_WIN_COLL_SYMMETRIC),
                (name + " window: ncclCommWindowRegister").c_str());
     // Success with a null window means that there is no symmetric memory here.
     int registered = *window != nullptr;
@@ -256,7 +282,8 @@ class DeviceFabric {
   bool has_device_comm_ = false, multimem_ = false;
   int contexts_per_operator_ = 0;
   mmd_capability capability_{};
-  void *control_ = nullptr, *pool_ = nullptr;
+  void *control_ = nullptr, *own_pool_ = nullptr;
+  void* pool_ = nullptr;  // own_pool_, or another fabric's
   ncclWindow_t control_window_ = nullptr, pool_window_ = nullptr;
   u64 control_bytes_ = 0, pool_bytes_ = 0;
 };

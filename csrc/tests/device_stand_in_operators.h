@@ -1,0 +1,323 @@
+// The operators of the stand-in for the device library, and what a fabric's handle holds.
+//
+// Owns what of device_operators.cuh is checked on the host: configurations, tables, the control
+// memory that is asked for.  Invariants: what is refused there is refused here with the same text;
+// a failure lasts; no call leaves the pool.  See device_stand_in.cpp.
+#pragma once
+#include "device_stand_in.h"
+
+namespace megamuon {
+namespace stand_in {
+
+constexpr int kMaxBlocks = 16;  // as on the GPU
+constexpr int kMaxNodes = 64;
+constexpr double kForever = 1e8;  // seconds
+
+// An operator, and what its calls are checked against.
+struct Entry {
+  struct Table {
+    std::string name;
+    u64 end, window_end;  // bytes from a call's base and window base
+  };
+  HostOperator* op = nullptr;
+  std::vector<Table> tables;
+  std::atomic<int64_t> calls{0};
+  u64 version = 0;
+  const mm_operator_config& config() const { return op->config(); }
+  const std::string& name() const { return op->name(); }
+  HostPublish& publish() const { return static_cast<HostPublish&>(*op); }
+};
+
+// Run `body`; what it throws becomes -1 and a text.
+template <class Body>
+int guarded(char* error, int error_size, Body body) {
+  try {
+    return body();
+  } catch (const std::exception& thrown) {
+    if (error != nullptr && error_size > 0) {
+      std::snprintf(error, size_t(error_size), "%s", thrown.what());
+    }
+    return -1;
+  }
+}
+
+inline int copy_text(const std::string& from, char* text, int size) {
+  if (text != nullptr && size > 0) std::snprintf(text, size_t(size), "%s", from.c_str());
+  return int(from.size());
+}
+
+// Pipelines of an operator with so many blocks, as on the GPU: control memory is counted by them.
+inline u64 pipelines_of(int nodes, int blocks) {
+  const int groups = std::max(1, std::min({nodes, blocks, kMaxBlocks}));
+  return u64(std::max(1, std::min(blocks, kMaxBlocks) / groups));
+}
+
+inline ControlLayout layout_of(int nodes, int columns, const mm_operator_config& c) {
+  const bool publishes = c.kind == MM_PUBLISH;
+  return {nodes,
+          columns,
+          c.slots,
+          c.chunk_bytes,
+          c.kind == MM_REDUCE_SCATTER,
+          c.star_bytes > 0,
+          publishes ? c.tiles : 0,
+          publishes ? c.parameters : 0};
+}
+
+inline u64 control_bytes_of(int nodes, int columns, const mm_operator_config& c, int blocks) {
+  const u64 pipelines = c.kind == MM_PUBLISH ? 1 : pipelines_of(nodes, blocks);
+  return (layout_of(nodes, columns, c).bytes() + 255) / 256 * 256 * pipelines;
+}
+
+}  // namespace stand_in
+}  // namespace megamuon
+
+struct mmd_fabric {
+  mmd_fabric(const void* id, const megamuon::stand_in::Options& options)
+      : fabric(static_cast<const unsigned char*>(id), options) {}
+
+  // Run `body` unless this rank has failed; what it throws becomes -1, and the first failure's
+  // text.  Not under the mutex: a call may wait, and mmd_error is for those who watch it.
+  template <class Body>
+  int attempt(Body body) {
+    if (!failure().empty()) return -1;
+    try {
+      return body();
+    } catch (const std::exception& thrown) {
+      const std::lock_guard<std::mutex> hold(mutex);
+      if (text.empty()) text = thrown.what();
+      return -1;
+    }
+  }
+
+  // A refused table is no failure.
+  template <class Body>
+  int table(Body body) {
+    return attempt([&] {
+      try {
+        return body();
+      } catch (const std::exception& thrown) {
+        const std::lock_guard<std::mutex> hold(mutex);
+        refused = thrown.what();
+        return -1;
+      }
+    });
+  }
+
+  std::string failure() {
+    const std::lock_guard<std::mutex> hold(mutex);
+    if (!text.empty()) return text;
+    if (fabric.opened()) return fabric.engine().failure();
+    return aborted ? "the device operators were aborted" : "";
+  }
+
+  // Null where there is no such operator.
+  megamuon::stand_in::Entry* entry(int op) {
+    const std::lock_guard<std::mutex> hold(mutex);
+    return op >= 0 && op < int(operators.size()) ? &operators[op] : nullptr;
+  }
+
+  megamuon::stand_in::Entry& find(int op, int kind) {
+    megamuon::stand_in::Entry* found = entry(op);
+    if (found == nullptr || found->config().kind != kind) {
+      throw std::runtime_error("there is no such operator of this kind: " + std::to_string(op));
+    }
+    return *found;
+  }
+
+  // A publish with its parameters, of which there must be `which`.
+  megamuon::stand_in::Entry& find_publish(int op, int count, const int* which) {
+    megamuon::stand_in::Entry& found = find(op, MM_PUBLISH);
+    if (!found.publish().ready()) {
+      throw std::runtime_error(found.name() + ": its parameters are not set");
+    }
+    for (int i = 0; i < count; ++i) {
+      if (which[i] >= 0 && which[i] < found.publish().parameters()) continue;
+      throw std::runtime_error(found.name() + ": no parameter " + std::to_string(which[i]));
+    }
+    return found;
+  }
+
+  megamuon::stand_in::Fabric fabric;
+  std::deque<megamuon::stand_in::Entry> operators;  // grows, and its entries stay where they are
+  std::string text, refused;
+  std::atomic<bool> aborted{false};
+  std::mutex mutex;  // over texts and the growth of `operators`
+};
+
+namespace megamuon {
+namespace stand_in {
+
+inline void check_operator(const mmd_fabric& handle, const mm_operator_config& c,
+                           const std::string& name) {
+  const auto refuse = [&](const std::string& text) {
+    throw std::runtime_error("operator " + name + ": " + text);
+  };
+  const Fabric& fabric = handle.fabric;
+  const Options& options = fabric.options();
+  if (!fabric.opened()) refuse("open the windows first");
+  if (c.kind < MM_ALL_GATHER || c.kind > MM_PUBLISH) refuse("kind is not an operator");
+  if (int(handle.operators.size()) >= options.operators) {
+    refuse("the fabric was made for " + std::to_string(options.operators) + " operators");
+  }
+  if (c.nodes != options.nodes || c.columns != options.columns) {
+    refuse("nodes and columns must be the fabric's");
+  }
+  if (c.nodes > kMaxNodes) refuse("more than " + std::to_string(kMaxNodes) + " nodes");
+  if (c.control_offset % 256 != 0) refuse("control_offset must be a multiple of 256");
+  if (c.chunk_bytes == 0 || c.chunk_bytes % 256 != 0 || c.chunk_bytes > (1 << 20)) {
+    refuse("chunk_bytes must be a multiple of 256, at most 1 MiB");
+  }
+  if (c.slots < 1 || c.slots > 64) refuse("slots must be 1 .. 64");
+  if (c.kind == MM_PUBLISH && (c.parameters < 1 || c.tile_bytes == 0)) {
+    refuse("a publish needs parameters and tile_bytes");
+  }
+  const int blocks = std::min(c.groups, options.blocks);
+  const u64 end = c.control_offset + control_bytes_of(c.nodes, c.columns, c, blocks);
+  if (end > fabric.control_bytes()) {
+    throw std::runtime_error(name + ": control words end at " + std::to_string(end) +
+                             ", and the control window has " +
+                             std::to_string(fabric.control_bytes()) + " bytes");
+  }
+}
+
+inline std::unique_ptr<HostOperator> make_operator(Fabric& fabric,
+                                            const mm_operator_config& config, const char* name) {
+  std::vector<char*> control;
+  std::vector<ControlHeader*> headers;
+  for (int rank = 0; rank < fabric.ranks(); ++rank) {
+    control.push_back(fabric.operator_control(rank) + config.control_offset);
+    headers.push_back(fabric.engine().header(rank));
+  }
+  const int rank = fabric.options().rank;
+  const Geometry place{config.nodes, config.columns, rank / config.columns, rank % config.columns};
+  const ControlLayout layout = layout_of(config.nodes, config.columns, config);
+  mm_operator_config kept = config;
+  kept.ranks = nullptr;
+  kept.control_offset = Fabric::kOperators + config.control_offset;
+  kept.groups = std::max(1, std::min({config.groups, fabric.options().blocks, kMaxBlocks}));
+  std::unique_ptr<HostOperator> made;
+  if (config.kind == MM_ALL_GATHER) {
+    made = std::make_unique<HostAllGather>(name, kept, place, layout, control, headers);
+  } else if (config.kind == MM_REDUCE_SCATTER) {
+    made = std::make_unique<HostReduceScatter>(name, kept, place, layout, control, headers);
+  } else {
+    made = std::make_unique<HostPublish>(name, kept, place, layout, control, headers);
+  }
+  made->set_pool(fabric.pools());
+  return made;
+}
+
+// `unit` and `window`: bytes of a length and of a place in the window; what a call may reach.
+inline Entry::Table check_segments(const Fabric& fabric, const std::string& op,
+                            const std::vector<Segment>& segments, u64 unit, u64 window,
+                            const std::string& name) {
+  Entry::Table table{name, 0, 0};
+  for (std::size_t j = 0; j < segments.size(); ++j) {
+    const Segment& s = segments[j];
+    const std::string which = op + ", " + name + ": segment " + std::to_string(j);
+    if (s.node < 0 || s.node >= fabric.options().nodes || s.column < 0 ||
+        s.column >= fabric.options().columns) {
+      throw std::runtime_error(which + ": owner (" + std::to_string(s.node) + ", " +
+                               std::to_string(s.column) + ") is not in the grid");
+    }
+    table.end = std::max(table.end, (s.offset + s.length) * unit);
+    if (window > 0) table.window_end = std::max(table.window_end, (s.window + s.length) * window);
+    if (!fabric.capability().multimem) continue;
+    if (s.offset * unit % 16 != 0 || s.length * unit % 16 != 0 || s.window * window % 16 != 0) {
+      throw std::runtime_error(which + ": offset " + std::to_string(s.offset * unit) + " and " +
+                               std::to_string(s.length * unit) +
+                               " bytes must be multiples of 16 for multimem");
+    }
+  }
+  return table;
+}
+
+template <class Operator>
+int add_table(mmd_fabric* handle, Entry& entry, GroupTable built, Entry::Table table) {
+  return handle->fabric.engine().look([&] {
+    entry.tables.push_back(std::move(table));
+    return static_cast<Operator*>(entry.op)->add_table(std::move(built));
+  });
+}
+
+inline void require_inside(const mmd_fabric* handle, const std::string& what, u64 end) {
+  if (end <= handle->fabric.pool_bytes()) return;
+  throw std::runtime_error(what + " ends at " + std::to_string(end) + ", and the pool has " +
+                           std::to_string(handle->fabric.pool_bytes()) + " bytes");
+}
+
+template <class Operator>
+int submit(mmd_fabric* handle, Entry& entry, const Call& call) {
+  Engine& engine = handle->fabric.engine();
+  const bool known = engine.look([&] {
+    return call.table >= 0 && call.table < int(entry.tables.size());
+  });
+  if (!known) throw std::runtime_error(entry.name() + ": no such table");
+  const Entry::Table table = engine.look([&] { return entry.tables[call.table]; });
+  const std::string what = entry.name() + ", " + table.name;
+  if (handle->fabric.capability().multimem && call.base % 16 != 0) {
+    throw std::runtime_error(what + ": base " + std::to_string(call.base) +
+                             " is no multiple of 16");
+  }
+  require_inside(handle, what, call.base + table.end);
+  if (table.window_end > 0) {
+    require_inside(handle, what + ": its window", call.window_base + table.window_end);
+  }
+  engine.change([&] {
+    entry.calls = static_cast<Operator*>(entry.op)->submit(call);
+    return 0;
+  });
+  return 0;
+}
+
+// 1, 0, or -1 where there is no such call.
+inline int call_state(const Entry& entry, int64_t call) {
+  if (entry.config().kind == MM_ALL_GATHER) {
+    const auto& op = static_cast<const HostAllGather&>(*entry.op);
+    return op.knows(call) ? int(op.done(call)) : -1;
+  }
+  if (entry.config().kind == MM_REDUCE_SCATTER) {
+    const auto& op = static_cast<const HostReduceScatter&>(*entry.op);
+    return op.knows(call) ? int(op.done(call)) : -1;
+  }
+  return -1;
+}
+
+inline int arrived_count(const HostPublish& op, int count, const int* which, const u64* version) {
+  int arrived = 0;
+  for (int i = 0; i < count; ++i) arrived += op.arrived(which[i]) >= version[i];
+  return arrived;
+}
+
+// As the kernel that holds a stream: it gives up when nothing of the list arrives for a deadline.
+inline int wait_for_arrivals(mmd_fabric* handle, const Entry& entry, int count, const int* which,
+                      const u64* version) {
+  const HostPublish& op = entry.publish();
+  const double deadline = handle->fabric.options().deadline_seconds;
+  for (int before = -1;;) {
+    const int found = arrived_count(op, count, which, version);
+    if (found == count) return 0;
+    if (found == before) break;
+    before = found;
+    const int state = handle->fabric.engine().wait(
+        [&] { return arrived_count(op, count, which, version) > found; },
+        deadline > 0 ? deadline : kForever);
+    if (state < 0) return -1;
+  }
+  for (int i = 0; i < count; ++i) {
+    const u64 seen = op.arrived(which[i]);
+    if (seen >= version[i]) continue;
+    const std::string text = op.name() + " of '" + op.parameter_name(which[i]) +
+                             "': no progress, waiting for version " + std::to_string(version[i]) +
+                             " after version " + std::to_string(seen);
+    handle->fabric.engine().abort(text);
+    throw std::runtime_error("rank " + std::to_string(handle->fabric.options().rank) + ": " + text);
+  }
+  return 0;
+}
+
+inline bool is_dtype(int value) { return value >= MM_F32 && value <= MM_F16; }
+
+}  // namespace stand_in
+}  // namespace megamuon
