@@ -213,18 +213,29 @@ def nccl_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
     import torch
     import torch.distributed as dist
 
-    from megamuon.collectives.device_library import DeviceEngine, available
+    from megamuon.collectives.device_engine import DeviceEngine
+    from megamuon.collectives.device_library import DeviceLibrary, available
+    from megamuon.collectives.device_streams import CudaStreams
     from megamuon.collectives.host_library import OperatorConfig
 
     if reason := available():
         return {"stage": "library", "error": reason}
     torch.cuda.set_device(0)
     store = dist.FileStore(store_path, ranks)
+    library = DeviceLibrary()
     if rank == 0:
-        store.set("id", DeviceEngine.unique_id())
+        store.set("id", DeviceEngine.unique_id(library))
     engine = DeviceEngine(
-        bytes(store.get("id")), rank=rank, nodes=1, columns=ranks, device=0, deadline=15.0
+        library,
+        bytes(store.get("id")),
+        rank=rank,
+        nodes=1,
+        columns=ranks,
+        device=0,
+        operators=2,
+        deadline=15.0,
     )
+    stream = torch.cuda.current_stream().cuda_stream
     found = engine.capability()
     capability = {name: getattr(found, name) for name, _ in type(found)._fields_}
     places = tuple(range(ranks))
@@ -235,7 +246,7 @@ def nccl_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
     control = reduce.control_offset + engine.control_bytes(reduce)
     span = 4 * MIB
     pool = engine.open(control, 4 * span)
-    memory = torch.as_tensor(_Pool(pool, 4 * span), device="cuda:0")
+    memory = CudaStreams(torch.device("cuda:0")).memory(pool, 4 * span)
     share = span // ranks
     op, second = engine.operator(gather, "gather"), engine.operator(reduce, "reduce")
     table = engine.gather_table(op, [(0, k, k * share, share) for k in places], "group")
@@ -245,7 +256,7 @@ def nccl_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
     mine = slice(rank * share, (rank + 1) * share)
     memory[mine] = expected[mine]
     for _ in range(3):
-        engine.gather(op, table, 0)
+        engine.gather(op, table, 0, stream)
     torch.cuda.synchronize()
     engine.check()
     different = int((memory[:span] != expected).sum())
@@ -261,7 +272,7 @@ def nccl_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
     )
     slots = memory[span : 2 * span].view(torch.float32)
     slots.copy_(torch.arange(numel, device="cuda") % 1000 + rank)
-    engine.reduce(second, sums, span, 2 * span, first=True, divisor=float(ranks))
+    engine.reduce(second, sums, span, 2 * span, stream, first=True, divisor=float(ranks))
     torch.cuda.synchronize()
     engine.check()
     window = memory[2 * span : 2 * span + share].view(torch.float32)
@@ -277,18 +288,6 @@ def nccl_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
     }
 
 
-class _Pool:
-    """Device memory by address, as torch takes it."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def nccl(ranks: int = 2) -> tuple[bool, dict[str, object]]:
     """Try it and say what happened; only a wrong result is a failure, a refusal is a finding."""
     import tempfile
@@ -296,7 +295,7 @@ def nccl(ranks: int = 2) -> tuple[bool, dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "rank"]
         environment = {**os.environ, "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
-        environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
         processes = [
             subprocess.Popen(
                 [*command, str(rank), str(ranks), f"{folder}/store"],

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The device code on one GPU, in at most eight minutes: builds it, checks the operators on virtual places, times them,
-# and tries NCCL's device interface with two ranks on this GPU. Tables on the terminal, gpu_checks.json in
+# tries NCCL's device interface with two ranks on this GPU, and trains with it (tools/gpu_training.py). Tables on the terminal, gpu_checks.json in
 # ${OUT:-.}. Exit status: 0 all checks passed, 1 one failed, 3 there is no GPU or no nvcc, so nothing
 # was checked.
 #
@@ -52,8 +52,14 @@ if [ $built -ne 0 ]; then
   second=1
 else
   NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 CUDA_MODULE_LOADING=EAGER \
+    CUDA_DEVICE_MAX_CONNECTIONS=32 \
     timeout 90 "$python" tools/gpu_checks.py nccl --json "$out/gpu_checks_nccl.json"
   second=$?
+  NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 CUDA_MODULE_LOADING=EAGER \
+    CUDA_DEVICE_MAX_CONNECTIONS=32 timeout 90 "$python" -m torch.distributed.run --standalone \
+    --nproc-per-node 2 tools/gpu_training.py --json "$out/gpu_training.json"
+  # Other weights are a failure; that the two ranks could not train is a finding.
+  [ $? -eq 1 ] && [ -f "$out/gpu_training.json" ] && second=1
 fi
 "$python" tools/gpu_checks.py join "$out/gpu_checks_loopback.json" "$out/gpu_checks_nccl.json" \
   --json "$out/gpu_checks.json"

@@ -40,6 +40,7 @@ TRANSPORTS = {"A": "fsdp2", "B": "grouped", "C": "grouped", "D": "ready", "M": "
 PLANNERS = {"M": "role_greedy"}
 FAULTS = ("learning-rate", "exception", "exit")
 TIMEOUT = timedelta(seconds=120)  # of one collective
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,8 +168,10 @@ def _cut_problem(model: str, tp: int) -> str | None:
 # --- a rank --------------------------------------------------------------------------------------
 
 
-def build(case: Case, mesh: Mesh) -> tuple[Any, Mapping[str, Placement] | None]:
-    """The case's runtime (its model is ``.model``), and the placements of tensor parallelism."""
+def build(case: Case, mesh: Mesh, **settings: Any) -> tuple[Any, Mapping[str, Placement] | None]:
+    """The case's runtime (its model is ``.model``), and the placements of tensor parallelism.
+    ``settings`` go before the case's own.
+    """
     training = case.training
     config = model_config(training.model, recompute=training.recompute)
     with torch.device("meta"):
@@ -182,7 +185,7 @@ def build(case: Case, mesh: Mesh) -> tuple[Any, Mapping[str, Placement] | None]:
     runtime = make(
         model,
         layers=GPT.layer_classes,
-        config=runtime_config(case),
+        config=replace(runtime_config(case), **settings),
         mesh=mesh,
         placements=placements,
         initial=template.initialise_,
@@ -217,8 +220,17 @@ def runtime_config(case: Case) -> RuntimeConfig:
     )
 
 
-def train(case: Case, rank: int, fault: str | None = None) -> tuple[Result, Any]:
-    """Losses, norms and final weights as this rank sees them; and the placements of its pieces."""
+def train(
+    case: Case,
+    rank: int,
+    fault: str | None = None,
+    *,
+    device: torch.device = CPU,
+    **settings: Any,
+) -> tuple[Result, Any]:
+    """Losses, norms and final weights as this rank sees them; and the placements of its pieces.
+    ``settings`` of the runtime go before the case's own.
+    """
     mesh = Mesh(
         world_size=case.ranks,
         rank=rank,
@@ -226,10 +238,10 @@ def train(case: Case, rank: int, fault: str | None = None) -> tuple[Result, Any]
         rows=case.rows,
         columns=case.columns,
         tp=case.tp,
-        device=torch.device("cpu"),
-        backend="gloo",
+        device=device,
+        backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
     )
-    runtime, placements = build(case, mesh)
+    runtime, placements = build(case, mesh, **settings)
     training = case.training
     losses, norms = [], []
     for step in range(training.steps):
@@ -260,14 +272,13 @@ def _passes(runtime: Any, case: Case, mesh: Mesh, step: int) -> float:
     place, places = mesh.data_parallel_rank, mesh.data_parallel_size
     tokens, labels = (part.chunk(training.accumulation) for part in batch_of(step, training))
     total = torch.zeros(1, dtype=torch.float64)
-    for index, (part, target) in enumerate(zip(tokens, labels, strict=True)):
+    for index, parts in enumerate(zip(tokens, labels, strict=True)):
+        part, target = (place_of(whole, place, places).to(mesh.device) for whole in parts)
         keep = case.gradient_reduction == "step" and index + 1 < training.accumulation
         with runtime.accumulate() if keep else contextlib.nullcontext():
-            loss = runtime.model(
-                place_of(part, place, places), labels=place_of(target, place, places)
-            ).mean()
+            loss = runtime.model(part, labels=target).mean()
             (loss / training.accumulation).backward()
-        total += loss.detach() / training.accumulation
+        total += loss.detach().cpu() / training.accumulation
     dist.all_reduce(total)  # tp ranks of a place have the same loss
     return float(total) / mesh.world_size
 

@@ -80,8 +80,9 @@ class OwnershipFlags:
     fabric: Literal["auto", "host", "nccl"] = flag(
         "auto",
         "what --collectives ready runs on; host: shared memory of the CPU ranks of one machine; "
-        "nccl: GPUs, refused in this version; auto: host where it can be had, else grouped with a "
-        "printed line. A named fabric that cannot be had is an error",
+        "nccl: GPUs, by kernels over NCCL's device interface (not yet verified on a GPU); auto: "
+        "host where it can be had, else grouped with a printed line. A named fabric that cannot be "
+        "had is an error",
     )
     ring_slots: int = flag(
         8, "--collectives ready: chunks on the way between two ranks, per source", low=1, high=64

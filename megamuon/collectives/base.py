@@ -224,6 +224,11 @@ class Transport(abc.ABC):
         collective.  Most transports leave that to the plan's digest.
         """
 
+    def check(self) -> None:  # noqa: B027
+        """Raise CollectiveError if a transfer has failed and nobody was told. Most fail in
+        ``Work.wait``; kernels that give up on a GPU cannot.
+        """
+
     def close(self) -> None:  # noqa: B027  (a transport may have nothing to free)
         """Free what the transport made itself; the process groups belong to whoever made them."""
 

@@ -3,8 +3,7 @@
 Owns the binding of ``csrc/bindings/device_api.h`` and the choice among the ways that GPUs can move
 data, the *rungs*. Invariants: a rung is the least that any rank offers, so ranks never differ in
 it; a library compiled against another NCCL than the one that is loaded is not used; every reason
-for a lower rung is a sentence. Nothing here has run on more than one GPU, and no transport is
-built on it yet: training on GPUs takes the grouped one. Tested without a GPU by
+for a lower rung is a sentence. Nothing here has run on more than one GPU. Tested without a GPU by
 ``tests/collectives/test_device_library.py``; on one by ``tools/gpu_checks.py``.
 
 | rung | moves data by |
@@ -19,16 +18,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import weakref
 from collections.abc import Mapping, Sequence
-from ctypes import POINTER, byref, c_char_p, c_double, c_int, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megamuon.collectives.base import CollectiveError
-from megamuon.collectives.host_library import CODE_VERSION, DTYPES, LibraryMissing, OperatorConfig
+from megamuon.collectives.host_library import CODE_VERSION, LibraryMissing
 
 PATH = Path(__file__).resolve().parents[1] / "_native" / "libmegamuon_device.so"
 REMEDY = (
@@ -37,6 +34,9 @@ REMEDY = (
 )
 TEXT_BYTES = 4096
 UNIQUE_ID_BYTES = 128
+QUEUES = (
+    16  # hardware queues of a GPU: the operators' streams, torch's and NCCL's, and some to spare
+)
 RUNGS = ("grouped", "symmetric", "lsa", "multimem")  # from the least to the most
 
 _ints = POINTER(c_int)
@@ -66,7 +66,7 @@ SIGNATURES: Mapping[str, tuple[type | None, tuple[type, ...]]] = {
     "mmd_unique_id": (c_int, (c_void_p, c_char_p, c_int)),
     "mmd_create": (c_void_p, _create),
     "mmd_query": (c_int, (c_void_p, POINTER(DeviceCapability))),
-    "mmd_open": (c_int, (c_void_p, c_uint64, c_uint64)),
+    "mmd_open": (c_int, (c_void_p, c_uint64, c_uint64, c_void_p)),
     "mmd_pool": (c_uint64, (c_void_p,)),
     "mmd_agree": (c_int, (c_void_p, _ints, c_int)),
     "mmd_destroy": (None, (c_void_p,)),
@@ -150,10 +150,11 @@ def environment_problems(environment: Mapping[str, str]) -> list[str]:
     or code that is loaded at its first launch, would wait for them.
     """
     problems = []
-    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # what CUDA takes by itself
+    if not queues.isdecimal() or int(queues) < QUEUES:
         problems.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one hardware queue, where kernels "
-            "that wait for each other stand still: unset it, or take 8 or more"
+            f"CUDA_DEVICE_MAX_CONNECTIONS={queues} puts streams into common hardware queues, where "
+            "kernels that wait for each other stand still: set CUDA_DEVICE_MAX_CONNECTIONS=32"
         )
     if (loading := environment.get("CUDA_MODULE_LOADING", "LAZY")).upper() != "EAGER":
         problems.append(
@@ -214,154 +215,3 @@ def select_rung(capability: DeviceCapability | None = None, *, path: Path = PATH
     if capability is None or not capability.multimem:
         return Rung(name="lsa", reason="the GPUs of a row have no common multicast address")
     return Rung(name="multimem", reason="")
-
-
-# --- a communicator ------------------------------------------------------------------------------
-
-
-class DeviceEngine:
-    """One rank of the device operators: a communicator over R x K ranks, its windows, its calls.
-
-    Making and opening it are collective. Calls are put on the current stream of torch; every rank
-    makes an operator's calls in one order. Raises CollectiveError with the library's text. Only
-    ``tools/gpu_checks.py`` uses it so far.
-    """
-
-    def __init__(
-        self,
-        unique_id: bytes,
-        *,
-        rank: int,
-        nodes: int,
-        columns: int,
-        device: int,
-        operators: int = 3,
-        blocks: int = 16,
-        multimem: bool = True,
-        deadline: float = 60.0,
-    ) -> None:
-        self._call = DeviceLibrary().call
-        text = ctypes.create_string_buffer(TEXT_BYTES)
-        self._handle = self._call.mmd_create(
-            unique_id,
-            rank,
-            nodes,
-            columns,
-            device,
-            operators,
-            blocks,
-            int(multimem),
-            deadline,
-            text,
-            TEXT_BYTES,
-        )
-        if not self._handle:
-            raise CollectiveError(text.value.decode(errors="replace"))
-        self.nodes, self.columns = nodes, columns
-        self.close = weakref.finalize(self, self._call.mmd_destroy, self._handle)
-
-    @staticmethod
-    def unique_id() -> bytes:
-        """What one rank makes and hands to the others."""
-        made, text = (
-            ctypes.create_string_buffer(UNIQUE_ID_BYTES),
-            ctypes.create_string_buffer(TEXT_BYTES),
-        )
-        if DeviceLibrary().call.mmd_unique_id(made, text, TEXT_BYTES) < 0:
-            raise CollectiveError(text.value.decode(errors="replace"))
-        return made.raw
-
-    def capability(self) -> DeviceCapability:
-        """What the communicator offers; equal on all ranks."""
-        found = DeviceCapability()
-        self._call.mmd_query(self._handle, byref(found))
-        return found
-
-    def open(self, control_bytes: int, pool_bytes: int) -> int:
-        """Allocate and register the windows; the address of this rank's pool."""
-        self._check(self._call.mmd_open(self._handle, control_bytes, pool_bytes))
-        return self._call.mmd_pool(self._handle)
-
-    def control_bytes(self, config: OperatorConfig) -> int:
-        """What an operator needs at its ``control_offset`` of the control window."""
-        native = config.native()
-        return self._call.mmd_operator_control_bytes(self.nodes, self.columns, byref(native))
-
-    def operator(self, config: OperatorConfig, name: str) -> int:
-        """Make an operator; its number."""
-        native = config.native()
-        return self._check(
-            self._call.mmd_operator_create(self._handle, byref(native), name.encode())
-        )
-
-    def gather_table(
-        self, op: int, segments: Sequence[tuple[int, int, int, int]], name: str
-    ) -> int:
-        """A table of (node, column, offset, bytes); its number, or CollectiveError."""
-        return self._check(
-            self._call.mmd_all_gather_table(
-                self._handle, op, len(segments), *_columns(segments, "iiww"), name.encode()
-            )
-        )
-
-    def reduce_table(
-        self,
-        op: int,
-        segments: Sequence[tuple[int, int, int, int, int]],
-        name: str,
-        *,
-        slot: torch.dtype,
-        wire: torch.dtype,
-        window: torch.dtype,
-    ) -> int:
-        """A table of (node, column, offset, elements, window); its number."""
-        dtypes = [DTYPES[str(dtype).removeprefix("torch.")] for dtype in (slot, wire, window)]
-        return self._check(
-            self._call.mmd_reduce_scatter_table(
-                self._handle,
-                op,
-                len(segments),
-                *_columns(segments, "iiwww"),
-                *dtypes,
-                name.encode(),
-            )
-        )
-
-    def gather(self, op: int, table: int, base: int) -> None:
-        """Put a gather at pool offset ``base`` on the current stream."""
-        stream = torch.cuda.current_stream().cuda_stream
-        self._check(self._call.mmd_all_gather(self._handle, op, table, base, stream))
-
-    def reduce(
-        self, op: int, table: int, base: int, window: int, *, first: bool, divisor: float
-    ) -> None:
-        """Put a reduction of the gradients at ``base`` into ``window`` on the current stream."""
-        stream = torch.cuda.current_stream().cuda_stream
-        self._check(
-            self._call.mmd_reduce_scatter(
-                self._handle, op, table, base, window, int(first), divisor, stream
-            )
-        )
-
-    def check(self) -> None:
-        """Raise CollectiveError if a kernel of this GPU has given up."""
-        if text := self._error():
-            raise CollectiveError(text)
-
-    def _error(self) -> str:
-        text = ctypes.create_string_buffer(TEXT_BYTES)
-        self._call.mmd_error(self._handle, text, TEXT_BYTES)
-        return text.value.decode(errors="replace")
-
-    def _check(self, result: int) -> int:
-        if result < 0:
-            raise CollectiveError(self._error())
-        return result
-
-
-def _columns(rows: Sequence[tuple[int, ...]], kinds: str) -> list[ctypes.Array]:
-    """Rows of a table as C arrays, one per column: "i" of ints, "w" of 64-bit words."""
-    return [
-        ((c_int if kind == "i" else c_uint64) * len(rows))(*(row[i] for row in rows))
-        for i, kind in enumerate(kinds)
-    ]

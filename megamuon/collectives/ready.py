@@ -23,7 +23,7 @@ from megamuon.collectives.base import (
     Transport,
     Work,
 )
-from megamuon.collectives.ready_fabric import ReadyFabric, Ticket
+from megamuon.collectives.operators import Fabric, TableRefused, Ticket
 from megamuon.collectives.staged_work import STAGE_1, STAGE_2_SHARE, StagedWork, stage
 from megamuon.collectives.two_stage import TwoStageReducer, TwoStageTable
 
@@ -33,7 +33,7 @@ class ReadyTransport(Transport):
 
     name = "ready"
 
-    def __init__(self, fallback: Transport, fabric: ReadyFabric) -> None:
+    def __init__(self, fallback: Transport, fabric: Fabric) -> None:
         super().__init__(
             gather_group=fallback.gather_group,
             reduce_group=fallback.reduce_group,
@@ -43,7 +43,7 @@ class ReadyTransport(Transport):
         )
         self.fallback, self.fabric = fallback, fabric
         self._operator = fabric.operators["gather"]
-        self._tables: dict[tuple[int, int], tuple[GatherTable, int]] = {}
+        self._tables: dict[tuple[int, int], tuple[GatherTable, int | TableRefused]] = {}
         self._names: dict[int, str] = {}  # of groups, by the identity of their tables
 
     def name_group(self, table: GatherTable, name: str) -> None:
@@ -53,10 +53,10 @@ class ReadyTransport(Transport):
     def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
         """See Transport."""
         base = self.fabric.offset_of(buffer)
-        if base is None:
+        number = None if base is None else self._table(table, buffer.element_size())
+        if base is None or not isinstance(number, int):
             return self.fallback.all_gather_v(buffer, table)
         self.count_gather(buffer, table)
-        number = self._table(table, buffer.element_size())
         ticket = self._operator.all_gather(number, base)
         return Work(handles=[Ticket(self._operator, ticket)], name="gather")
 
@@ -81,20 +81,38 @@ class ReadyTransport(Transport):
         self.fallback.close()
         self.fabric.close()
 
-    def _table(self, table: GatherTable, itemsize: int) -> int:
-        """The operator's number of a table; tables live as long as their groups, so by identity."""
+    def refusal(self, table: GatherTable, itemsize: int) -> str:
+        """Why gathers of ``table`` go through the fallback though their buffer is pooled, "" if
+        they do not.
+        """
+        number = self._table(table, itemsize)
+        return "" if isinstance(number, int) else str(number)
+
+    def check(self) -> None:
+        """Raise CollectiveError if an operator has failed and no call has said so."""
+        self.fabric.check()
+
+    def _table(self, table: GatherTable, itemsize: int) -> int | TableRefused:
+        """The operator's number of a table; tables live as long as their groups, so by identity.
+        Refused or not, it is the same on all ranks, because the table is.
+        """
         key = (id(table), itemsize)
         if key not in self._tables:
-            segments = table.segments
-            number = self._operator.all_gather_table(
+            self._tables[key] = (table, self._freeze(table, itemsize))
+        return self._tables[key][1]
+
+    def _freeze(self, table: GatherTable, itemsize: int) -> int | TableRefused:
+        segments = table.segments
+        try:
+            return self._operator.all_gather_table(
                 nodes=[0] * len(segments),
                 columns=[s.rank for s in segments],
                 offsets=[s.offset * itemsize for s in segments],
                 nbytes=[s.numel * itemsize for s in segments],
                 name=self._names.get(id(table), f"gather {len(self._tables)}"),
             )
-            self._tables[key] = (table, number)
-        return self._tables[key][1]
+        except TableRefused as refused:
+            return refused
 
 
 @dataclass(frozen=True)
@@ -161,7 +179,7 @@ class ReadyReducer:
     ``fallback``.
     """
 
-    def __init__(self, fallback: TwoStageReducer, fabric: ReadyFabric) -> None:
+    def __init__(self, fallback: TwoStageReducer, fabric: Fabric) -> None:
         self.fallback, self.fabric = fallback, fabric
         self._operator = fabric.operators["reduce"]
         self._share = fabric.operators.get("share")

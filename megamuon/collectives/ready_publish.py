@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch.distributed as dist
 
-from megamuon.collectives.publish import LeaderCopies, StaleCopyError, check_rail
-from megamuon.collectives.ready_fabric import ReadyFabric, barrier, compare
+from megamuon.collectives.leader_copies import LeaderCopies, StaleCopyError, check_rail
+from megamuon.collectives.operators import Fabric, barrier, compare
 from megamuon.collectives.traffic import Traffic
 
 
@@ -28,7 +28,7 @@ class ReadyPublisher:
     def __init__(
         self,
         copies: LeaderCopies,
-        fabric: ReadyFabric,
+        fabric: Fabric,
         *,
         names: Mapping[int, str],
         owner_rows: Mapping[int, int],
@@ -105,20 +105,22 @@ class ReadyPublisher:
             self._operator.publish_wait(positions, versions)
         finally:
             self.waited_seconds += time.perf_counter() - started
-        place = self._operator.publish_other(positions, versions)
-        if place is not None:
-            index, held = wanted[place], self._operator.publish_arrived(positions[place])
-            rank = dist.get_rank() if dist.is_initialized() else 0
+        other = self._operator.publish_other(positions, versions)
+        if other is not None:
+            place, held = other
+            index = wanted[place]
             raise StaleCopyError(
-                f"{self.names[index]} (parameter {index}): the leader copy of rank {rank}, row"
-                f" {self.row}, holds version {held}, wanted version {versions[place]} from"
-                f" owner row {self.owner_rows[index]}"
+                f"{self.names[index]} (parameter {index})",
+                row=self.row,
+                held=f"version {held}",
+                wanted=versions[place],
+                owner_row=self.owner_rows[index],
             )
 
     def arrived(self, indices: Iterable[int], expected: Mapping[int, int]) -> bool:
         """See Publisher.arrived; here what has arrived is complete."""
         _, positions, versions = self._wanted(indices, expected)
-        return self._operator.publish_other(positions, versions) is None
+        return self._operator.publish_ready(positions, versions)
 
     def _wanted(
         self, indices: Iterable[int], expected: Mapping[int, int]

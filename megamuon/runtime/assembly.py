@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megamuon.collectives import Transport, TwoStageReducer, build_transport
+from megamuon.collectives.operators import Fabric
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
-from megamuon.collectives.ready_fabric import ReadyFabric
 from megamuon.collectives.traffic import Traffic
 from megamuon.mesh import Mesh, new_group
 from megamuon.optim import (
@@ -191,7 +191,7 @@ def _transports(
     groups: Sequence[LayerGroup],
     grid: Grid,
     config: RuntimeConfig,
-    ready: ReadyFabric | None,
+    ready: Fabric | None,
     traffic: Traffic,
 ) -> tuple[Transport, TwoStageReducer | ReadyReducer]:
     """What gathers and what reduces; over grouped calls where ``ready`` has a fabric."""

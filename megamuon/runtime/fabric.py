@@ -10,6 +10,7 @@ saying why. Tested by ``tests/distributed/test_ready_training.py`` and
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,10 +18,19 @@ import torch
 import torch.distributed as dist
 
 from megamuon.collectives import CollectiveError
-from megamuon.collectives.device_library import Rung, agree_capability, select_rung
+from megamuon.collectives.device_fabric import DeviceFabric
+from megamuon.collectives.device_library import (
+    DeviceLibrary,
+    Rung,
+    agree_capability,
+    environment_problems,
+    select_rung,
+)
+from megamuon.collectives.device_streams import CudaStreams, Streams
+from megamuon.collectives.host_fabric import HostFabric
 from megamuon.collectives.host_library import CODE_VERSION
+from megamuon.collectives.operators import Fabric, ReadySettings
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
-from megamuon.collectives.ready_fabric import ReadyFabric, ReadySettings
 from megamuon.matrices import Layout
 from megamuon.mesh import Mesh, MeshError
 from megamuon.ownership.plan import OwnershipPlan
@@ -39,7 +49,7 @@ LOOSE = "loose parameters"  # the name of the group that has none
 class FabricChoice:
     """A fabric, or why there is none."""
 
-    ready: ReadyFabric | None = None
+    ready: Fabric | None = None
     reason: str = ""  # why gathers and reductions are grouped calls; "" where they were asked for
     lines: list[str] = field(default_factory=list)  # what to tell the user, in order
 
@@ -81,12 +91,9 @@ def _choose(
     device: torch.device,
 ) -> FabricChoice:
     alone = mesh.data_parallel_size == 1
-    if config.fabric == "nccl" or (device.type == "cuda" and not alone):
-        reason = device_reason(device, group)
-        if config.fabric != "auto":
-            raise MeshError(f"--fabric {config.fabric}: {reason}; use --collectives grouped")
-        return FabricChoice(reason=reason)
-    if alone:
+    if config.fabric == "auto" and device.type == "cuda" and not alone:
+        return FabricChoice(reason=_unverified(group))
+    if alone and (config.fabric != "nccl" or device.type == "cuda"):
         return FabricChoice(reason="one data-parallel rank: nothing moves between ranks")
     settings = ReadySettings(
         slots=config.ring_slots,
@@ -94,24 +101,56 @@ def _choose(
         tile_bytes=config.publish_tile_bytes,
         deadline=config.collective_deadline,
     )
-    itemsize = config.sent_dtype.itemsize
+    of_rails = rails(plan, mesh, config.sent_dtype.itemsize, settings.tile_bytes)
     try:
-        ready = ReadyFabric(
-            mesh, group, settings, rails=rails(plan, mesh, itemsize, settings.tile_bytes)
-        )
+        if config.fabric == "nccl":
+            library, streams = _device_parts(device, group)
+            return FabricChoice(
+                ready=DeviceFabric(
+                    mesh, group, settings, rails=of_rails, library=library, streams=streams
+                )
+            )
+        return FabricChoice(ready=HostFabric(mesh, group, settings, rails=of_rails))
     except CollectiveError as error:
-        if config.fabric == "host":
-            raise MeshError(f"--fabric host: {error}") from error
+        if config.fabric != "auto":
+            raise MeshError(
+                f"--fabric {config.fabric}: {error}; or use --collectives grouped"
+            ) from error
         return FabricChoice(reason=str(error))
-    return FabricChoice(ready=ready)
 
 
-def device_reason(device: torch.device, group: dist.ProcessGroup | None) -> str:
-    """Why GPUs do not take the device operators, and what these ones offer: the lowest rung of the
-    capability ladder over all ranks.  A collective over ``group`` where ``device`` is a GPU.
-    """
+def device_parts(device: torch.device) -> tuple[DeviceLibrary, Streams]:
+    """What the device operators need of this rank. Raises CollectiveError with all problems."""
     if device.type != "cuda":
-        return "the nccl fabric needs GPUs, and this run is on the CPU"
+        raise CollectiveError("the nccl fabric needs GPUs, and this run is on the CPU")
+    if problems := environment_problems(os.environ):
+        raise CollectiveError("; ".join(problems))
+    return DeviceLibrary(), CudaStreams(device)
+
+
+def _device_parts(
+    device: torch.device, group: dist.ProcessGroup | None
+) -> tuple[DeviceLibrary, Streams]:
+    """``device_parts`` on every rank, or the same CollectiveError on all."""
+    parts, problem = None, ""
+    try:
+        parts = device_parts(device)
+    except CollectiveError as error:
+        problem = str(error)
+    problems = [problem]
+    if group is not None:
+        problems = [""] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+    found = [rank for rank, text in enumerate(problems) if text]
+    if found or parts is None:
+        raise CollectiveError(f"rank {found[0]}: {problems[found[0]]}")
+    return parts
+
+
+def _unverified(group: dist.ProcessGroup | None) -> str:
+    """Why GPUs do not take the device operators by themselves, and what these ones offer: the
+    lowest rung of the capability ladder over all ranks.  A collective over ``group``.
+    """
     rung = select_rung()
     everyone: list[Rung] = [rung]
     if group is not None:
@@ -120,8 +159,8 @@ def device_reason(device: torch.device, group: dist.ProcessGroup | None) -> str:
     lowest = agree_capability([held.name for held in everyone])
     why = next(held.reason for held in everyone if held.name == lowest)
     return (
-        "the device operators have not been verified on a GPU, so training does not use them yet"
-        f" (the ranks agree on the rung {lowest!r}{': ' + why if why else ''})"
+        "the device operators have not been verified on a GPU, so a run has to ask for them with"
+        f" --fabric nccl (the ranks agree on the rung {lowest!r}{': ' + why if why else ''})"
     )
 
 
@@ -129,12 +168,9 @@ def _said(choice: FabricChoice) -> str:
     """The start-up line about collectives."""
     if choice.ready is None:
         return f"collectives: grouped calls instead of the ready fabric: {choice.reason}"
-    fabric, settings = choice.ready, choice.ready.settings
     return (
-        f"collectives: ready on the host fabric, {fabric.rows} nodes x {fabric.columns} ranks in"
-        f" shared memory; {settings.slots} slots of {settings.chunk_bytes // 1024} KiB a queue,"
-        f" {fabric.control_bytes / MIB:.1f} MiB of control memory a rank; grouped calls until the"
-        " symmetric pool opens"
+        f"collectives: ready on the {choice.ready.label} fabric, {choice.ready.describe()}; grouped"
+        " calls until the symmetric pool opens"
     )
 
 
@@ -171,7 +207,7 @@ class PoolOpener:
             memory = self.fabric.open(max(plan.total, 1))
         except CollectiveError as error:
             if self.required:
-                raise MeshError(f"--fabric host: {error}") from error
+                raise MeshError(f"--fabric {self.fabric.label}: {error}") from error
             self.choice.lines.append(
                 f"collectives: grouped calls, the symmetric pool cannot be had: {error}"
             )
@@ -180,7 +216,7 @@ class PoolOpener:
         transport = self.runtime.engine.transport
         for group in self.runtime.groups:
             if isinstance(transport, ReadyTransport):
-                transport.name_group(group.gather_table, _name(group))
+                self._refused(transport, group)
             if group.index in plan.windows:
                 dtypes = {
                     group.leased[kind].raw.dtype
@@ -191,6 +227,15 @@ class PoolOpener:
                 self.reducer.pool(group.reduce_table, window, dtypes, name=_name(group))
         self.choice.lines.extend(self._report(plan))
         return True
+
+    def _refused(self, transport: ReadyTransport, group: LayerGroup) -> None:
+        """Freeze the group's gather, and say so where the operator cannot make it."""
+        transport.name_group(group.gather_table, _name(group))
+        sent = group.weights if group.sent is None else group.sent
+        if reason := transport.refusal(group.gather_table, sent.raw.element_size()):
+            self.choice.lines.append(
+                f"symmetric pool: gathers of group {_name(group)!r} stay grouped calls: {reason}"
+            )
 
     def _compare(self, plan: PoolPlan) -> None:
         """What the operators are told must be the same everywhere: they trust it from here on.

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.collectives.publish import LeaderCopies, Publisher
-from megamuon.collectives.ready_fabric import ReadyFabric
+from megamuon.collectives.leader_copies import LeaderCopies
+from megamuon.collectives.operators import Fabric
+from megamuon.collectives.publish import Publisher
 from megamuon.collectives.ready_publish import ReadyPublisher
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Layout
@@ -49,7 +50,7 @@ class Publication:
         device: torch.device,
         traffic: Traffic,
         synchronous: bool,
-        fabric: ReadyFabric | None = None,
+        fabric: Fabric | None = None,
     ) -> None:
         """``fabric``: its persistent operator publishes, in memory that the column shares; without
         it, transfers of ``column_group``. Making that memory is a collective.

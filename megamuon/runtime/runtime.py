@@ -96,7 +96,8 @@ class Runtime:
 
         ``lr_of`` gives a parameter's own learning rate where it is not ``lr`` (Megatron's
         --decoupled-lr).  Communicates the norm scalar with its riders; the pieces of matrices that
-        tensor parallelism cuts; with several rows the new weights, asynchronously.
+        tensor parallelism cuts; with several rows the new weights, asynchronously.  Raises
+        CollectiveError where a transfer has failed by now, so that no checkpoint follows it.
         """
         if self.engine.accumulated:
             self.engine.reduce_accumulated()
@@ -112,6 +113,7 @@ class Runtime:
         if self.pool is not None and self.pool.step_done():
             self.pool = self.engine.micro_batch_done = None
             self.engine.hold_slots = False
+        self.engine.transport.check()
         return result
 
     def clear_gradients(self) -> None:

@@ -25,7 +25,7 @@ from megamuon.collectives.host_library import CODE_VERSION, LibraryMissing
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "bindings" / "device_api.h"
-EAGER = {"CUDA_MODULE_LOADING": "EAGER"}
+EAGER = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 
@@ -96,7 +96,7 @@ def test_a_library_that_fits_loads(tmp_path: Path) -> None:
 
 def test_a_sound_environment_has_no_problems() -> None:
     assert environment_problems(EAGER) == []
-    assert environment_problems(EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == []
+    assert environment_problems(EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}) == []
     assert environment_problems(EAGER | {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}) == []
 
 
@@ -104,8 +104,10 @@ def test_a_sound_environment_has_no_problems() -> None:
     ("environment", "names"),
     [
         (EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS=1 "),
-        ({}, "CUDA_MODULE_LOADING=LAZY "),
-        ({"CUDA_MODULE_LOADING": "LAZY"}, "CUDA_MODULE_LOADING=LAZY "),
+        (EAGER | {"CUDA_DEVICE_MAX_CONNECTIONS": "many"}, "CUDA_DEVICE_MAX_CONNECTIONS=many "),
+        ({"CUDA_MODULE_LOADING": "EAGER"}, "CUDA_DEVICE_MAX_CONNECTIONS=8 "),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, "CUDA_MODULE_LOADING=LAZY "),
+        (EAGER | {"CUDA_MODULE_LOADING": "LAZY"}, "CUDA_MODULE_LOADING=LAZY "),
         (EAGER | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_ALLOC_CONF asks"),
         (
             EAGER | {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"},
@@ -148,7 +150,8 @@ def test_with_a_gpu_the_rung_follows_library_and_communicator(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     path = fake_library(tmp_path, compiled=22907, loaded=22907)
     assert select_rung(path=path).name == "lsa"
@@ -167,7 +170,7 @@ def test_an_old_torch_has_no_symmetric_rung(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.delattr(_symmetric_memory, "reduce_scatter_offset", raising=False)
     absent = PATH.with_name("absent.so")
     rung = select_rung(path=absent)

@@ -18,8 +18,9 @@ from megamuon.collectives import (
     TwoStageTable,
     build_transport,
 )
+from megamuon.collectives.host_fabric import HostFabric
+from megamuon.collectives.operators import ReadySettings
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
-from megamuon.collectives.ready_fabric import ReadyFabric, ReadySettings
 from megamuon.mesh import new_group
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
@@ -84,9 +85,7 @@ def work(rank: int, world: int) -> dict[str, Any]:
         )
         settings = ReadySettings(slots=2, chunk_bytes=1024, deadline=60, star_bytes=0)
         for star in (0, 2 << 20):
-            fabric = ReadyFabric(
-                mesh, data, ReadySettings(**{**vars(settings), "star_bytes": star})
-            )
+            fabric = HostFabric(mesh, data, ReadySettings(**{**vars(settings), "star_bytes": star}))
             memory = fabric.open(POOL)
             for slot, wire, master in DTYPES:
                 counted = []

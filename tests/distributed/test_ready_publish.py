@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.collectives.base import CollectiveError
-from megamuon.collectives.publish import LeaderCopies, StaleCopyError
-from megamuon.collectives.ready_fabric import ReadyFabric, ReadySettings
+from megamuon.collectives.host_fabric import HostFabric
+from megamuon.collectives.leader_copies import LeaderCopies, StaleCopyError
+from megamuon.collectives.operators import ReadySettings
 from megamuon.collectives.ready_publish import ReadyPublisher
 from megamuon.collectives.traffic import Traffic
 from megamuon.mesh import new_group
@@ -43,7 +44,7 @@ class Column:
         nbytes = LeaderCopies.bytes_of(SIZES, dtype)
         tiles = sum(-(-size * dtype.itemsize // TILE) for size in SIZES.values())
         settings = ReadySettings(slots=2, chunk_bytes=1024, tile_bytes=TILE, deadline=60.0)
-        self.fabric = ReadyFabric(mesh, data, settings, rails=(len(SIZES), tiles))
+        self.fabric = HostFabric(mesh, data, settings, rails=(len(SIZES), tiles))
         self.held = {} if empty and mesh.column == mesh.columns - 1 else SIZES
         self.dtype = dtype
         memory = self.fabric.open_copies(nbytes)

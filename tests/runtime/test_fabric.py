@@ -12,7 +12,7 @@ from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan
 from megamuon.ownership.settings import PlannerSettings, Topology
 from megamuon.runtime import RuntimeConfig
-from megamuon.runtime.fabric import choose_fabric, device_reason
+from megamuon.runtime.fabric import choose_fabric
 from tests.support.grids import mesh_of
 
 CPU = torch.device("cpu")
@@ -38,12 +38,28 @@ def test_one_rank_says_that_nothing_moves() -> None:
 
 
 def test_a_fabric_by_name_is_had_or_refused() -> None:
-    with pytest.raises(MeshError, match="--fabric nccl: the nccl fabric needs GPUs"):
+    with pytest.raises(MeshError, match="--fabric nccl: rank 0: the nccl fabric needs GPUs"):
         choose_fabric(replace(READY, fabric="nccl"), mesh_of(0, 2), plan(), None, CPU)
 
 
 def test_gpus_are_told_what_they_offer() -> None:
-    said = device_reason(torch.device("cuda"), None)
-    assert "have not been verified on a GPU" in said
+    choice = choose_fabric(READY, mesh_of(0, 2), plan(), None, torch.device("cuda"))
+    assert choice.ready is None
+    (line,) = choice.lines
+    assert "not been verified on a GPU, so a run has to ask for them with --fabric nccl" in line
     if not torch.cuda.is_available():
-        assert "rung 'grouped': there is no GPU" in said
+        assert "rung 'grouped': there is no GPU" in line
+
+
+def test_what_the_device_operators_lack_is_said_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    with pytest.raises(MeshError) as raised:
+        choose_fabric(
+            replace(READY, fabric="nccl"), mesh_of(0, 2), plan(), None, torch.device("cuda")
+        )
+    said = str(raised.value)
+    assert said.startswith("--fabric nccl: rank 0: CUDA_DEVICE_MAX_CONNECTIONS=1 puts")
+    assert "CUDA_MODULE_LOADING=LAZY" in said and said.endswith("or use --collectives grouped")

@@ -24,8 +24,8 @@ from megamuon.collectives import SegmentTable, TableSegment, Transport, Work
 from megamuon.collectives.grouped import GroupedTransport
 from megamuon.collectives.host_engine import HostEngine, HostOperator
 from megamuon.collectives.host_library import OperatorConfig, library
+from megamuon.collectives.operators import ReadySettings, Ticket
 from megamuon.collectives.per_owner import PerOwnerTransport
-from megamuon.collectives.ready_fabric import ReadySettings, Ticket
 from megamuon.collectives.symmetric import SymmetricMemory
 
 OPERATIONS = ("gather", "reduce")
@@ -132,7 +132,7 @@ def reduce_table(
 class Operators:
     """Engine, operators and pool of this rank, over all ranks. Making it is collective.
 
-    A run gathers inside a row alone (``ReadyFabric``); here a gather crosses nodes as well, as in
+    A run gathers inside a row alone (``HostFabric``); here a gather crosses nodes as well, as in
     the paper's measurements.
     """
 

@@ -1,0 +1,265 @@
+"""What the ready transport, reducer and publisher ask of a fabric, whichever memory it is over.
+
+Owns the interfaces ``Fabric`` and ``Operator``, the settings and shapes of the operators of a grid,
+and the exchanges that precede them. A grid is R rows (nodes) x K columns of data-parallel ranks.
+Invariant: all ranks make the same operators. Tested through ``HostFabric``
+(``tests/distributed/test_ready.py``) and ``DeviceFabric``
+(``tests/distributed/test_device_fabric.py``).
+
+| operator | over | moves |
+|---|---|---|
+| gather | the ranks of a row, as one node | weights, inside the row |
+| reduce | all ranks, R nodes of K columns | gradients, onto owners anywhere |
+| share | the ranks of a column | finished sums of what every row keeps |
+| publish | the ranks of a column | new weights, from owners to leaders |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamuon.collectives.base import CollectiveError
+from megamuon.collectives.host_library import OperatorConfig
+from megamuon.mesh import Mesh
+
+STAR_BYTES = 2 << 20  # per node; messages up to that size take one hop (DMuon-2, appendix C.2)
+CONTROL_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadySettings:
+    """How the operators cut and pace what they move; equal on all ranks."""
+
+    slots: int = 8  # of a queue's ring
+    chunk_bytes: int = 64 * 1024
+    tile_bytes: int = 512 * 1024  # of a publish
+    deadline: float = 600.0  # seconds that an operator may stand still
+    star_bytes: int = STAR_BYTES
+
+
+class TableRefused(ValueError):  # noqa: N818  (what is wrong, like FileNotFound)
+    """An operator cannot move what a table says, on any rank: the group goes another way."""
+
+
+class Operator(Protocol):
+    """An operator of one rank; which methods it has use for is its kind.
+
+    A call returns its ticket. After ``wait`` its result may be read by what this rank does next: on
+    a CPU when it has returned, on a GPU in the order of the current stream. All raise
+    CollectiveError where the ranks have lost each other.
+    """
+
+    def all_gather_table(
+        self,
+        *,
+        nodes: Sequence[int],
+        columns: Sequence[int],
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        name: str,
+    ) -> int:
+        """Freeze a table: segment j is of owner (nodes[j], columns[j]), in bytes; its number.
+        Raises TableRefused.
+        """
+
+    def reduce_scatter_table(
+        self,
+        *,
+        nodes: Sequence[int],
+        columns: Sequence[int],
+        offsets: Sequence[int],
+        numels: Sequence[int],
+        windows: Sequence[int],
+        slot_dtype: torch.dtype,
+        wire_dtype: torch.dtype,
+        window_dtype: torch.dtype,
+        name: str,
+    ) -> int:
+        """Freeze a table, in elements; ``windows`` lie in the owners' memory; its number."""
+
+    def all_gather(self, table: int, base: int) -> int:
+        """Start a gather of ``table`` at byte ``base`` of the pools; its ticket."""
+
+    def reduce_scatter(
+        self, table: int, base: int, window_base: int, *, first: bool, divisor: float
+    ) -> int:
+        """Start a reduction: store (``first``) or add sum / ``divisor``; its ticket."""
+
+    def done(self, ticket: int) -> bool:
+        """Whether the result of a call is in place."""
+
+    def wait(self, ticket: int) -> None:
+        """See the class."""
+
+    def publish_parameters(
+        self,
+        *,
+        nodes: Sequence[int],
+        offsets: Sequence[int],
+        nbytes: Sequence[int],
+        names: Sequence[str],
+    ) -> None:
+        """Freeze the rail's list: owner node, place in every pool, size and name of each."""
+
+    def publish_begin(self, order: Sequence[int], version: int) -> None:
+        """Open a round in which the parameters of ``order`` get ``version``."""
+
+    def publish_task(self, parameter: int) -> None:
+        """An own parameter's copy is written: send it."""
+
+    def publish_wait(self, parameters: Sequence[int], versions: Sequence[int]) -> None:
+        """See the class: each of ``parameters`` has arrived in its version."""
+
+    def publish_ready(self, parameters: Sequence[int], versions: Sequence[int]) -> bool:
+        """Whether ``publish_wait`` would hold nobody up."""
+
+    def publish_other(
+        self, parameters: Sequence[int], versions: Sequence[int]
+    ) -> tuple[int, int] | None:
+        """After ``publish_wait``: place in ``parameters`` and version of the first copy that holds
+        another version than it must; None if none does, or if that cannot be seen from here.
+        """
+
+    def publish_drain(self) -> None:
+        """Return when this rank's sends and relays of the round are over."""
+
+    def publish_round_done(self) -> bool:
+        """Whether this rank's part of the round is over."""
+
+
+class PoolMemory(Protocol):
+    """Memory that lies at the same offsets on all ranks."""
+
+    nbytes: int
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """``numel`` elements at byte ``offset`` of this rank's memory, with a storage of their
+        own.
+        """
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Bytes from the start to the tensor's first element; None if it lies elsewhere."""
+
+
+class Fabric(Protocol):
+    """The operators of a grid and the memory that they work in."""
+
+    label: str  # "host", "nccl"
+    settings: ReadySettings
+    rows: int
+    columns: int
+    row: int
+    column: int
+    operators: dict[str, Operator]  # by the names of the table above
+    memory: PoolMemory | None  # of gathers and reductions, once it is open
+
+    @property
+    def control_bytes(self) -> int:
+        """Bytes of control words, rings and outboxes on each rank."""
+
+    def describe(self) -> str:
+        """What moves data how, for the line that is printed at the start."""
+
+    def open(self, nbytes: int) -> PoolMemory:
+        """Make the pool that gathers and reductions work in; a collective, once."""
+
+    def open_copies(self, nbytes: int) -> PoolMemory:
+        """Make the leaders' copies, the pool of the publish; a collective, once."""
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where a tensor starts in the pool; None where it lies elsewhere, or there is no pool."""
+
+    def check(self) -> None:
+        """Raise CollectiveError if an operator has failed since it was last looked at."""
+
+    def close(self) -> None:
+        """Stop; a collective, because another rank may still need this one's relays."""
+
+
+class Ticket:
+    """A call under way; the ``wait`` and ``is_completed`` of torch's handles."""
+
+    def __init__(self, operator: Operator, number: int) -> None:
+        self._operator, self._number = operator, number
+
+    def wait(self) -> None:
+        """See Operator.wait. Raises CollectiveError."""
+        self._operator.wait(self._number)
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._operator.done(self._number)
+
+
+def operator_configs(
+    mesh: Mesh, settings: ReadySettings, rails: tuple[int, int], *, groups: int = 1
+) -> dict[str, OperatorConfig]:
+    """The operators of a grid; ``ranks`` are places of the whole grid, row by row.
+
+    ``rails``: parameters and tiles of the column that has most, for the publish; (0, 0) where
+    there is none. ``groups``: thread groups that share an operator's queues. Control memory is
+    still to be placed.
+    """
+    row_ranks = tuple(mesh.row * mesh.columns + k for k in range(mesh.columns))
+    column_ranks = tuple(r * mesh.columns + mesh.column for r in range(mesh.rows))
+    gather = OperatorConfig(
+        kind="all_gather",
+        nodes=1,
+        columns=mesh.columns,
+        ranks=row_ranks,
+        control_offset=0,
+        slots=settings.slots,
+        chunk_bytes=settings.chunk_bytes,
+        groups=groups,
+        star_bytes=settings.star_bytes // mesh.columns,
+    )
+    everybody = tuple(range(mesh.rows * mesh.columns))
+    configs = {
+        "gather": gather,
+        "reduce": replace(gather, kind="reduce_scatter", nodes=mesh.rows, ranks=everybody),
+    }
+    if mesh.rows > 1:
+        configs["share"] = column = replace(
+            gather, nodes=mesh.rows, columns=1, ranks=column_ranks, star_bytes=settings.star_bytes
+        )
+        if rails[0]:
+            configs["publish"] = replace(
+                column,
+                kind="publish",
+                parameters=rails[0],
+                tiles=rails[1],
+                tile_bytes=settings.tile_bytes,
+            )
+    return configs
+
+
+def compare(facts: Mapping[str, object], group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise CollectiveError on all ranks of ``group`` where one has other ``facts`` than rank 0."""
+    if group is None:
+        return
+    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dict(facts), group=group)
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.items():
+            if value != everyone[0].get(name):
+                raise CollectiveError(
+                    f"{what}: {name} is {value} on rank {rank} of the group and"
+                    f" {everyone[0].get(name)} on its rank 0: start all ranks with the same flags"
+                )
+
+
+def barrier(group: dist.ProcessGroup | None) -> None:
+    """All ranks of ``group`` have come here. On the CPU, whatever the training device is."""
+    if group is not None:
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` up to the next place where control memory may begin."""
+    return -(-nbytes // CONTROL_ALIGNMENT) * CONTROL_ALIGNMENT
