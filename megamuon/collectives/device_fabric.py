@@ -21,6 +21,7 @@ from megamuon.collectives.device_engine import BLOCKS, DeviceEngine, DeviceOpera
 from megamuon.collectives.device_library import DeviceLibrary
 from megamuon.collectives.device_streams import Streams
 from megamuon.collectives.operators import (
+    Nodes,
     ReadySettings,
     aligned,
     barrier,
@@ -63,8 +64,9 @@ class DeviceFabric:
     """Communicators and operators of a grid; see operators.Fabric. Making it is collective over
     ``group``.
 
-    ``group``, ``rails``: see HostFabric. ``library`` is loaded on all ranks. Raises
-    CollectiveError, on all ranks alike, where one cannot have a communicator.
+    ``group``, ``rails``: see HostFabric. ``library`` is loaded on all ranks. ``node_size``: ranks
+    of a row that address each other's memory (by itself all of them); a longer row is cut into
+    nodes. Raises CollectiveError, on all ranks alike, where one cannot have a communicator.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class DeviceFabric:
         rails: tuple[int, int],
         library: DeviceLibrary,
         streams: Streams,
+        node_size: int | None = None,
     ) -> None:
         self.label = "nccl"
         self.group, self.settings = group, settings
@@ -83,9 +86,11 @@ class DeviceFabric:
         self.row, self.column = mesh.row, mesh.column
         self.memory: DeviceMemory | None = None
         self._streams = streams
-        self._configs = operator_configs(mesh, settings, rails, groups=BLOCKS)
+        self.nodes = Nodes(columns=mesh.columns, size=node_size or mesh.columns)
+        self._configs = operator_configs(mesh, self.nodes, settings, rails, groups=BLOCKS)
         compare(
             {
+                "node size": self.nodes.size,
                 "rows": mesh.rows,
                 "columns": mesh.columns,
                 "rails": rails,
@@ -194,11 +199,11 @@ class DeviceFabric:
     def describe(self) -> str:
         """See Fabric.describe."""
         engine = self._engines["gather"]
-        settings, network = self.settings, self._engines[POOL_OWNER].capability().gin
+        settings, direct = self.settings, self._engines[POOL_OWNER].capability().direct
         return (
-            f"{self.rows} x {self.columns} GPUs, gathers by"
-            f" {'multicast stores' if engine.multimem else 'a store for each GPU'}, rows"
-            f" {'over the network' if network else 'in one NVLink domain'}; {settings.slots} slots"
+            f"{self.rows * self.nodes.per_row} nodes x {self.nodes.size} GPUs, gathers by"
+            f" {'multicast stores' if engine.multimem else 'a store for each GPU'}, nodes"
+            f" {'in one NVLink domain' if direct else 'over the network'}; {settings.slots} slots"
             f" of {settings.chunk_bytes // 1024} KiB a queue, {self.control_bytes / MIB:.1f} MiB of"
             " control memory a rank"
         )

@@ -18,6 +18,7 @@ from megamuon.collectives.host_engine import HostEngine, HostOperator
 from megamuon.collectives.host_library import OperatorConfig, library
 from megamuon.collectives.operators import (
     CONTROL_ALIGNMENT,
+    Nodes,
     ReadySettings,
     aligned,
     barrier,
@@ -46,19 +47,30 @@ class HostFabric:
         settings: ReadySettings | None = None,
         *,
         rails: tuple[int, int] = (0, 0),
+        node_size: int | None = None,
     ) -> None:
+        """``node_size``: cut the rows into nodes of so many ranks, as a cluster would; by itself a
+        row is one node, since all its ranks share memory.
+        """
         SymmetricMemory(group, CONTROL_ALIGNMENT, label="probe").close()  # all ranks can, or none
         self.group = group
         self.label = "host"
         self.settings = settings = settings or ReadySettings()
+        self.nodes = Nodes(columns=mesh.columns, size=node_size or mesh.columns)
         compare(
-            {"rows": mesh.rows, "columns": mesh.columns, "rails": rails, **vars(settings)},
+            {
+                "node size": self.nodes.size,
+                "rows": mesh.rows,
+                "columns": mesh.columns,
+                "rails": rails,
+                **vars(settings),
+            },
             group,
             "the fabric",
         )
         self.rows, self.columns = mesh.rows, mesh.columns
         self.row, self.column = mesh.row, mesh.column
-        self._configs = configs = operator_configs(mesh, settings, rails)
+        self._configs = configs = operator_configs(mesh, self.nodes, settings, rails)
         end = aligned(library().engine_control_bytes())
         placed: dict[str, OperatorConfig] = {}
         for name, config in configs.items():
@@ -119,9 +131,9 @@ class HostFabric:
         """See Fabric.describe."""
         settings = self.settings
         return (
-            f"{self.rows} nodes x {self.columns} ranks in shared memory; {settings.slots} slots of"
-            f" {settings.chunk_bytes // 1024} KiB a queue, {self.control_bytes / MIB:.1f} MiB of"
-            " control memory a rank"
+            f"{self.rows * self.nodes.per_row} nodes x {self.nodes.size} ranks in shared memory;"
+            f" {settings.slots} slots of {settings.chunk_bytes // 1024} KiB a queue,"
+            f" {self.control_bytes / MIB:.1f} MiB of control memory a rank"
         )
 
     # --- end -------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ Invariant: all ranks make the same operators. Tested through ``HostFabric``
 
 | operator | over | moves |
 |---|---|---|
-| gather | the ranks of a row, as one node | weights, inside the row |
-| reduce | all ranks, R nodes of K columns | gradients, onto owners anywhere |
+| gather | the ranks of a row, on one node or several | weights, inside the row |
+| reduce | all ranks, node by node | gradients, onto owners anywhere |
 | share | the ranks of a column | finished sums of what every row keeps |
 | publish | the ranks of a column | new weights, from owners to leaders |
 """
@@ -41,6 +41,31 @@ class ReadySettings:
     tile_bytes: int = 512 * 1024  # of a publish
     deadline: float = 600.0  # seconds that an operator may stand still
     star_bytes: int = STAR_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """How the rows of a grid lie on nodes: ``size`` ranks of a row, side by side, on each.
+
+    A row is one node unless it is longer than a node has ranks, as under FSDP on several. Raises
+    ValueError where the size does not divide the columns.
+    """
+
+    columns: int  # of the grid
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.columns % self.size:
+            raise ValueError(f"a row of {self.columns} ranks is not made of nodes of {self.size}")
+
+    @property
+    def per_row(self) -> int:
+        """Nodes of a row."""
+        return self.columns // self.size
+
+    def place(self, row: int, column: int) -> tuple[int, int]:
+        """Node, counted row by row, and place on it."""
+        return row * self.per_row + column // self.size, column % self.size
 
 
 class TableRefused(ValueError):  # noqa: N818  (what is wrong, like FileNotFound)
@@ -156,6 +181,7 @@ class Fabric(Protocol):
     columns: int
     row: int
     column: int
+    nodes: Nodes
     operators: dict[str, Operator]  # by the names of the table above
     memory: PoolMemory | None  # of gathers and reductions, once it is open
 
@@ -198,7 +224,12 @@ class Ticket:
 
 
 def operator_configs(
-    mesh: Mesh, settings: ReadySettings, rails: tuple[int, int], *, groups: int = 1
+    mesh: Mesh,
+    nodes: Nodes,
+    settings: ReadySettings,
+    rails: tuple[int, int],
+    *,
+    groups: int = 1,
 ) -> dict[str, OperatorConfig]:
     """The operators of a grid; ``ranks`` are places of the whole grid, row by row.
 
@@ -210,19 +241,21 @@ def operator_configs(
     column_ranks = tuple(r * mesh.columns + mesh.column for r in range(mesh.rows))
     gather = OperatorConfig(
         kind="all_gather",
-        nodes=1,
-        columns=mesh.columns,
+        nodes=nodes.per_row,
+        columns=nodes.size,
         ranks=row_ranks,
         control_offset=0,
         slots=settings.slots,
         chunk_bytes=settings.chunk_bytes,
         groups=groups,
-        star_bytes=settings.star_bytes // mesh.columns,
+        star_bytes=settings.star_bytes // nodes.size,
     )
     everybody = tuple(range(mesh.rows * mesh.columns))
     configs = {
         "gather": gather,
-        "reduce": replace(gather, kind="reduce_scatter", nodes=mesh.rows, ranks=everybody),
+        "reduce": replace(
+            gather, kind="reduce_scatter", nodes=mesh.rows * nodes.per_row, ranks=everybody
+        ),
     }
     if mesh.rows > 1:
         configs["share"] = column = replace(

@@ -103,10 +103,11 @@ class ReadyTransport(Transport):
 
     def _freeze(self, table: GatherTable, itemsize: int) -> int | TableRefused:
         segments = table.segments
+        places = [self.fabric.nodes.place(0, s.rank) for s in segments]
         try:
             return self._operator.all_gather_table(
-                nodes=[0] * len(segments),
-                columns=[s.rank for s in segments],
+                nodes=[node for node, _ in places],
+                columns=[column for _, column in places],
                 offsets=[s.offset * itemsize for s in segments],
                 nbytes=[s.numel * itemsize for s in segments],
                 name=self._names.get(id(table), f"gather {len(self._tables)}"),
@@ -228,9 +229,10 @@ class ReadyReducer:
         key = (id(table), slot, window)
         if key not in self._tables:
             pieces = [piece for piece in owned_pieces(table) if piece.numel]
+            places = [self.fabric.nodes.place(p.row, p.column) for p in pieces]
             self._tables[key] = self._operator.reduce_scatter_table(
-                nodes=[p.row for p in pieces],
-                columns=[p.column for p in pieces],
+                nodes=[node for node, _ in places],
+                columns=[column for _, column in places],
                 offsets=[p.offset for p in pieces],
                 numels=[p.numel for p in pieces],
                 windows=[p.window for p in pieces],

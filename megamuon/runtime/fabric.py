@@ -32,7 +32,7 @@ from megamuon.collectives.host_library import CODE_VERSION
 from megamuon.collectives.operators import Fabric, ReadySettings
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
 from megamuon.matrices import Layout
-from megamuon.mesh import Mesh, MeshError
+from megamuon.mesh import Mesh, MeshError, local_world_size
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.agreement import exchange_pool
 from megamuon.runtime.config import RuntimeConfig
@@ -107,7 +107,13 @@ def _choose(
             library, streams = _device_parts(device, group)
             return FabricChoice(
                 ready=DeviceFabric(
-                    mesh, group, settings, rails=of_rails, library=library, streams=streams
+                    mesh,
+                    group,
+                    settings,
+                    rails=of_rails,
+                    library=library,
+                    streams=streams,
+                    node_size=node_size(mesh),
                 )
             )
         return FabricChoice(ready=HostFabric(mesh, group, settings, rails=of_rails))
@@ -117,6 +123,15 @@ def _choose(
                 f"--fabric {config.fabric}: {error}; or use --collectives grouped"
             ) from error
         return FabricChoice(reason=str(error))
+
+
+def node_size(mesh: Mesh) -> int:
+    """Ranks of a row that are on one node, as the launcher says: the row where it fits on a node,
+    else the largest part of it that does.
+    """
+    here = (local_world_size() or mesh.world_size) // mesh.tp
+    sizes = (size for size in range(min(here, mesh.columns), 0, -1) if not mesh.columns % size)
+    return next(sizes, 1)
 
 
 def device_parts(device: torch.device) -> tuple[DeviceLibrary, Streams]:

@@ -35,6 +35,8 @@ CHOSEN = (
     "branch skipped",
 )
 
+NODES = {"fsdp": 2, "hsdp 2x2": 1}  # run, ranks of a node
+
 
 @pytest.fixture(scope="module")
 def stand_in() -> Path:
@@ -71,8 +73,32 @@ def test_line_d_over_the_device_interface_is_line_c_bit_for_bit(
         assert result[name]["left_out"] == {}
         chosen, opened = result[name]["notes"]
         assert chosen.startswith("collectives: ready on the nccl fabric, ")
-        assert "gathers by a store for each GPU, rows in one NVLink domain; " in chosen
+        assert "gathers by a store for each GPU, nodes in one NVLink domain; " in chosen
         assert opened.startswith("symmetric pool open: ")
+
+
+def _train_on_nodes(rank: int, world: int, library: Path) -> dict[str, list[tuple[float, float]]]:
+    """Losses of grouped calls and of line D on rows of several nodes."""
+    choice.device_parts = lambda device: stand_in_parts(library)
+    found = {}
+    for name, size in NODES.items():
+        run = RUNS[name]
+        mesh = mesh_of(rank, world, rows=run.case.rows)
+        c = train(run, mesh, "grouped")
+        choice.node_size = lambda mesh, size=size: size
+        d = train(run, mesh, "ready", fabric="nccl")
+        assert f"{world // size} nodes x {size} GPUs" in d["notes"][0]
+        found[name] = list(zip(c["losses"] + c["norms"], d["losses"] + d["norms"], strict=True))
+    return found
+
+
+def test_rows_of_several_nodes_train_alike(stand_in: Path) -> None:
+    """Not to the bit: sums are taken node by node."""
+    for found in run_ranks(_train_on_nodes, RANKS, stand_in, timeout=120):
+        assert found.keys() == NODES.keys()
+        for pairs in found.values():
+            assert len(pairs) == 11  # five losses and one of an evaluation, five norms
+            assert [d for _, d in pairs] == pytest.approx([c for c, _ in pairs], rel=1e-5)
 
 
 def _made(

@@ -19,7 +19,7 @@ from megamuon.collectives import (
     build_transport,
 )
 from megamuon.collectives.host_fabric import HostFabric
-from megamuon.collectives.operators import ReadySettings
+from megamuon.collectives.operators import Nodes, ReadySettings
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
 from megamuon.mesh import new_group
 from tests.support.grids import mesh_of
@@ -40,6 +40,8 @@ CASES = 3
 CALLS = 4  # of each table, alternately first and added
 POOL = 1 << 20
 WINDOWS = 1 << 19  # windows lie behind the slots
+# Rows of several nodes: rows x columns, and how many ranks a node has.
+LONG_ROWS = ((1, 6, 2), (1, 6, 3), (1, 6, 1), (2, 3, 1))
 
 
 def table(seed: int, rows: int, columns: int) -> tuple[TwoStageTable, int]:
@@ -169,3 +171,86 @@ def test_bits_of_the_grouped_transport(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert result["failed"] == []
         assert result["checked"] == len(GRIDS) * 2 * len(DTYPES) * CASES * CALLS
+
+
+def _integers(seed: int, rank: int, numel: int) -> Tensor:
+    """Whose sums are exact in every order of additions."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randint(-50, 50, (numel,), generator=generator).float()
+
+
+def _long_rows(rank: int, world: int) -> list[str]:
+    """Gathers and means over rows of several nodes; what is not as one process has it."""
+    failed = []
+    for rows, columns, size in LONG_ROWS:
+        mesh = mesh_of(rank, world, rows=rows)
+        gather, reduce, across, data = (
+            new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "data")
+        )
+        settings = ReadySettings(slots=2, chunk_bytes=1024, deadline=60, star_bytes=0)
+        fabric = HostFabric(mesh, data, settings, node_size=size)
+        memory = fabric.open(POOL)
+        grouped = build_transport(
+            "grouped", gather_group=gather, reduce_group=reduce, wire_dtype=torch.float32
+        )
+        two_stage = TwoStageReducer(
+            grouped,
+            across,
+            column=mesh.column,
+            row=mesh.row,
+            rows=rows,
+            columns=columns,
+            wire_dtype=torch.float32,
+        )
+        transport, reducer = ReadyTransport(grouped, fabric), ReadyReducer(two_stage, fabric)
+        for seed in range(CASES):
+            layout, numel = table(seed, rows, columns)
+            reducer.pool(layout, WINDOWS, {torch.float32})
+            slots = memory.tensor(0, numel, torch.float32)
+            buffer = memory.tensor(WINDOWS // 2, numel, torch.float32)
+            window = memory.tensor(WINDOWS, layout.numel_of(mesh.column, mesh.row), torch.float32)
+            slots.copy_(_integers(seed, rank, numel))
+            buffer.fill_(-1)
+            wanted = buffer.clone()
+            for column in range(columns):
+                for s in layout.columns.of(column):
+                    own = slice(s.offset, s.offset + s.numel)
+                    wanted[own] = _integers(seed, 100 + column, numel)[own]
+                    if column == mesh.column:
+                        buffer[own] = wanted[own]
+            works = [
+                transport.all_gather_v(buffer, layout.columns),
+                reducer.reduce(slots, layout, window, first=True),
+            ]
+            for one in works:
+                one.wait()
+            total = sum(_integers(seed, r, numel) for r in range(world)) / world
+            held = torch.cat(
+                [total[s.offset : s.offset + s.numel] for s in layout.columns.of(mesh.column)]
+                or [total[:0]]
+            )
+            pieces = layout.pieces(mesh.column, mesh.row)
+            kept = torch.cat([held[p.start : p.start + p.numel] for p in pieces] or [held[:0]])
+            where = f"{rows}x{columns} on nodes of {size}, seed {seed}"
+            if not torch.equal(buffer, wanted):
+                failed.append(f"{where}: gather")
+            if not torch.equal(window, kept):
+                failed.append(f"{where}: window")
+        said = fabric.describe()
+        if f"{rows * columns // size} nodes x {size} ranks" not in said:
+            failed.append(said)
+        fabric.close()
+    return failed
+
+
+def test_a_row_may_be_longer_than_a_node() -> None:
+    assert run_ranks(_long_rows, RANKS, timeout=120) == [[]] * RANKS
+
+
+def test_nodes_divide_their_row() -> None:
+    nodes = Nodes(columns=6, size=2)
+    assert [nodes.place(1, column) for column in range(6)] == [
+        (3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1)
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="a row of 6 ranks is not made of nodes of 4"):
+        Nodes(columns=6, size=4)
