@@ -42,6 +42,7 @@ from megamuon.runtime.pool_opening import PoolRecording
 from megamuon.runtime.runtime import Runtime
 
 MIB = 1 << 20
+OPERATOR_RUNGS = ("lsa", "multimem")
 LOOSE = "loose parameters"  # the name of the group that has none
 
 
@@ -173,10 +174,14 @@ def _unverified(group: dist.ProcessGroup | None) -> str:
         dist.all_gather_object(everyone, rung, group=group)
     lowest = agree_capability([held.name for held in everyone])
     why = next(held.reason for held in everyone if held.name == lowest)
-    return (
-        "the device operators have not been verified on a GPU, so a run has to ask for them with"
-        f" --fabric nccl (the ranks agree on the rung {lowest!r}{': ' + why if why else ''})"
-    )
+    agreed = f"the ranks agree on the rung {lowest!r}" + (f": {why}" if why else "")
+    if lowest in OPERATOR_RUNGS:
+        return (
+            "the device operators have not been verified on a GPU, so a run has to ask for them"
+            f" with --fabric nccl ({agreed})"
+        )
+    unused = ", and no transport uses torch's symmetric memory" if lowest == "symmetric" else ""
+    return f"the device operators cannot be had here ({agreed}{unused})"
 
 
 def _said(choice: FabricChoice) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megamuon.collectives.device_library import Rung
 from megamuon.mesh import MeshError
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan
@@ -42,13 +43,33 @@ def test_a_fabric_by_name_is_had_or_refused() -> None:
         choose_fabric(replace(READY, fabric="nccl"), mesh_of(0, 2), plan(), None, CPU)
 
 
-def test_gpus_are_told_what_they_offer() -> None:
+@pytest.mark.parametrize(
+    ("rung", "said"),
+    [
+        (
+            Rung(name="lsa", reason="no switch"),
+            "have not been verified on a GPU, so a run has to ask for them with --fabric nccl (the"
+            " ranks agree on the rung 'lsa': no switch)",
+        ),
+        (
+            Rung(name="symmetric", reason="no library"),
+            "cannot be had here (the ranks agree on the rung 'symmetric': no library, and no"
+            " transport uses torch's symmetric memory)",
+        ),
+        (
+            Rung(name="grouped", reason="no GPU"),
+            "cannot be had here (the ranks agree on the rung 'grouped': no GPU)",
+        ),
+    ],
+)
+def test_gpus_are_told_what_they_offer(
+    rung: Rung, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megamuon.runtime.fabric.select_rung", lambda: rung)
     choice = choose_fabric(READY, mesh_of(0, 2), plan(), None, torch.device("cuda"))
     assert choice.ready is None
     (line,) = choice.lines
-    assert "not been verified on a GPU, so a run has to ask for them with --fabric nccl" in line
-    if not torch.cuda.is_available():
-        assert "rung 'grouped': there is no GPU" in line
+    assert line.endswith(f"the device operators {said}")
 
 
 def test_what_the_device_operators_lack_is_said_before_anything_is_made(
