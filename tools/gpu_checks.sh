@@ -5,7 +5,7 @@
 # was checked.
 #
 #   PYTHON    the interpreter, with torch for the second part (default: .venv/bin/python, else python3)
-#   SECONDS_MAX   when to begin no further case (default 300)
+#   SECONDS_MAX   when to begin no further case (default 220)
 set -u
 cd "$(dirname "$0")/.." || exit 1
 out=${OUT:-.}
@@ -40,7 +40,7 @@ if [ $? -ne 0 ]; then
 fi
 cat "$out/build_loopback.log"
 "$python" tools/gpu_checks.py loopback --json "$out/gpu_checks_loopback.json" \
-  --seconds "${SECONDS_MAX:-300}"
+  --seconds "${SECONDS_MAX:-220}"
 first=$?
 
 second=0
@@ -53,10 +53,11 @@ if [ $built -ne 0 ]; then
 else
   NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 CUDA_MODULE_LOADING=EAGER \
     CUDA_DEVICE_MAX_CONNECTIONS=32 \
-    timeout 90 "$python" tools/gpu_checks.py nccl --json "$out/gpu_checks_nccl.json"
+    timeout 80 "$python" tools/gpu_checks.py nccl --json "$out/gpu_checks_nccl.json"
   second=$?
+  rm -f "$out/gpu_training.json"
   NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 CUDA_MODULE_LOADING=EAGER \
-    CUDA_DEVICE_MAX_CONNECTIONS=32 timeout 90 "$python" -m torch.distributed.run --standalone \
+    CUDA_DEVICE_MAX_CONNECTIONS=32 timeout 80 "$python" -m torch.distributed.run --standalone \
     --nproc-per-node 2 tools/gpu_training.py --json "$out/gpu_training.json"
   # Other weights are a failure; that the two ranks could not train is a finding.
   [ $? -eq 1 ] && [ -f "$out/gpu_training.json" ] && second=1

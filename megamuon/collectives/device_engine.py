@@ -97,6 +97,10 @@ class DeviceEngine:
         self._handle = None
         self._destroy()
 
+    def abort(self) -> None:
+        """End every wait of this GPU's kernels."""
+        self.call.mmd_abort(self.handle)
+
     def capability(self) -> DeviceCapability:
         """What the communicator offers; equal on all ranks."""
         found = DeviceCapability()

@@ -219,7 +219,10 @@ class DeviceFabric:
             return
         self.operators = {}
         try:
-            if not any(engine.error() for engine in self._engines.values()):
+            if any(engine.error() for engine in self._engines.values()):
+                for engine in self._engines.values():  # closing one waits for the kernels of all
+                    engine.abort()
+            else:
                 self._streams.synchronize()
                 barrier(self.group)
         finally:
