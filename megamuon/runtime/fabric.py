@@ -117,6 +117,8 @@ def _choose(
                     node_size=node_size(mesh),
                 )
             )
+        if device.type != "cpu":
+            raise CollectiveError("the host fabric moves CPU memory, and this run is on GPUs")
         return FabricChoice(ready=HostFabric(mesh, group, settings, rails=of_rails))
     except CollectiveError as error:
         if config.fabric != "auto":

@@ -41,6 +41,9 @@ def test_one_rank_says_that_nothing_moves() -> None:
 def test_a_fabric_by_name_is_had_or_refused() -> None:
     with pytest.raises(MeshError, match="--fabric nccl: rank 0: the nccl fabric needs GPUs"):
         choose_fabric(replace(READY, fabric="nccl"), mesh_of(0, 2), plan(), None, CPU)
+    with pytest.raises(MeshError, match="--fabric host: the host fabric moves CPU memory"):
+        gpu = torch.device("cuda")
+        choose_fabric(replace(READY, fabric="host"), mesh_of(0, 2), plan(), None, gpu)
 
 
 @pytest.mark.parametrize(
