@@ -255,13 +255,29 @@ def killed(rank: int, group: Any, name: str, ranks: int, rows: int) -> Heard:
     """The last rank dies: in its second call of a gather, before that of the others."""
     place = Place(group, rank, ranks, rows=rows)
     place.whole(name)
+    pids = [0] * ranks
+    dist.all_gather_object(pids, os.getpid(), group=group)
     if rank == ranks - 1:
         if name == "gather":
             place.start(name)
         else:
             time.sleep(0.3)  # the others stand at it
         os._exit(9)
+    if name == "gather":  # else it could do its part of the call before it ends
+        await_end_of(pids[-1])
     return place.listen(name)
+
+
+def await_end_of(pid: int) -> None:
+    """Return when a process has ended, reaped or not."""
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        if state in "ZX":
+            return
+        time.sleep(0.001)
 
 
 DEATHS = {"reduce": (6, 2), "gather": (5, 1), "share": (4, 4), "publish": (3, 3)}  # ranks, rows

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from megamuon.data import gpt_dataset
+from megamuon.data.gpt_indices import build_indices
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -62,8 +67,30 @@ def flags(**changes: object) -> list[str]:
 
 
 def use_launcher_variables(rank: int, world: int) -> None:
-    """What a launcher sets, for ranks that a test has started itself."""
+    """What a launcher sets, for ranks that a test has started itself; they will train often."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    reuse_indices()
+
+
+_indices: dict[tuple[object, ...], tuple[np.ndarray, ...]] = {}
+
+
+def reuse_indices() -> None:
+    """Build the indices of equal datasets once in this process.
+
+    The mock corpus has some million samples, and a process that makes many short runs would spend
+    most of its time on putting them in order.
+    """
+    gpt_dataset.build_indices = _build_once
+
+
+def _build_once(lengths: np.ndarray, *arguments: object) -> tuple[np.ndarray, ...]:
+    key = (lengths.size, zlib.crc32(lengths), *arguments)
+    if key not in _indices:
+        _indices[key] = build_indices(lengths, *arguments)  # type: ignore[arg-type]
+        for built in _indices[key]:
+            built.flags.writeable = False
+    return _indices[key]
 
 
 Change = Callable[[int, bool, Tensor], Tensor]
@@ -116,6 +143,7 @@ def train(words: Sequence[str], forward_step: Any = None) -> int:
         tokenizer_of,
     )
 
+    reuse_indices()
     parsed = parse_command_line(words)
     tokenizer = tokenizer_of(parsed.config)
     return pretrain(
