@@ -80,9 +80,7 @@ RUNS = {
 
 
 def train(run: Run, mesh: Mesh, collectives: str, **settings: Any) -> dict[str, Any]:
-    """Losses, norms, weights; and what became of the pool. ``settings`` of the runtime go before
-    those of the run.
-    """
+    """Losses, norms, weights; and what became of the pool. ``settings``: more of the runtime's."""
     case = run.case
     told = case.training
     if case.tp > 1:
