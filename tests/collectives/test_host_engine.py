@@ -266,5 +266,5 @@ def test_a_forked_child_and_the_end_of_python_do_not_hang() -> None:
         text=True,
         timeout=60,
     )
+    # What the thread says of it may be cut off: the interpreter is ending.
     assert (done.stdout, done.returncode) == ("7\n", 0), done.stderr
-    assert "CollectiveError: all_gather 0: call 1: the engine is closed\n" in done.stderr
