@@ -26,6 +26,7 @@ from megamuon.collectives.operators import (
     aligned,
     barrier,
     compare,
+    gather_objects,
     operator_configs,
 )
 from megamuon.mesh import Mesh
@@ -119,7 +120,7 @@ class DeviceFabric:
                 }
             )
         )
-        everyone = _gather_objects(made, self.group)
+        everyone = gather_objects(made, self.group)
         return {name: everyone[config.ranks[0]][name] for name, config in self._configs.items()}
 
     def _connect(self, library: DeviceLibrary, ids: dict[str, bytes], rank: int) -> None:
@@ -145,7 +146,7 @@ class DeviceFabric:
             work()
         except CollectiveError as error:
             text = str(error)
-        failed = [(r, said) for r, said in enumerate(_gather_objects(text, self.group)) if said]
+        failed = [(r, said) for r, said in enumerate(gather_objects(text, self.group)) if said]
         if failed:
             self._close_engines()
             raise CollectiveError("\n".join(f"rank {rank}: {said}" for rank, said in failed))
@@ -232,11 +233,3 @@ class DeviceFabric:
         for name in sorted(self._engines, key=lambda name: name == POOL_OWNER):
             self._engines[name].close()  # those that share a pool before its owner
         self._engines = {}
-
-
-def _gather_objects(value: object, group: dist.ProcessGroup | None) -> list:
-    everyone = [value]
-    if group is not None:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, value, group=group)
-    return everyone

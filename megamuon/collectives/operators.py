@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from torch import Tensor
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.host_library import OperatorConfig
 from megamuon.mesh import Mesh
+
+Value = TypeVar("Value")
 
 STAR_BYTES = 2 << 20  # per node; messages up to that size take one hop (DMuon-2, appendix C.2)
 CONTROL_ALIGNMENT = 256
@@ -272,12 +274,18 @@ def operator_configs(
     return configs
 
 
+def gather_objects(own: Value, group: dist.ProcessGroup | None) -> list[Value]:
+    """Every rank's ``own``, by rank of ``group``; one's own where there is none. A collective."""
+    if group is None:
+        return [own]
+    everyone = [own] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    return everyone
+
+
 def compare(facts: Mapping[str, object], group: dist.ProcessGroup | None, what: str) -> None:
     """Raise CollectiveError on all ranks of ``group`` where one has other ``facts`` than rank 0."""
-    if group is None:
-        return
-    everyone: list[dict[str, object]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(facts), group=group)
+    everyone = gather_objects(dict(facts), group)
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.items():
             if value != everyone[0].get(name):

@@ -30,7 +30,6 @@ import socket
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,7 @@ from torch import Tensor
 
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.host_library import HostLibrary, library
-
-T = TypeVar("T")
+from megamuon.collectives.operators import gather_objects
 
 FOLDER = Path("/dev/shm")
 NAME = "/megamuon-{nonce}-{namespace}.{pid}-{label}-{rank}"
@@ -86,7 +84,7 @@ class SymmetricMemory:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.nbytes = nbytes
         self.label = label
-        facts = _exchange(group, _own_facts(label, nbytes))
+        facts = gather_objects(_own_facts(label, nbytes), group)
         _check_facts(facts)
         remove_names_of_the_dead()
         self.pids = tuple(fact.pid for fact in facts)
@@ -206,15 +204,6 @@ def _dead(pid: int) -> bool:
     return False
 
 
-def _exchange(group: dist.ProcessGroup | None, own: T) -> list[T]:
-    """Every rank's ``own``, by rank."""
-    if group is None:
-        return [own]
-    everyone: list[T] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone
-
-
 def _check_facts(facts: list[_Facts]) -> None:
     """The same verdict on every rank, because every rank has the same facts."""
     first = facts[0]
@@ -256,7 +245,7 @@ def _make(group: dist.ProcessGroup | None, rank: int, facts: list[_Facts]) -> tu
                 mappings[r] = _Mapping(using, enter(names[r], nbytes), nbytes)
         except CollectiveError as error:
             text = str(error)
-        failed = [(r, said) for r, said in enumerate(_exchange(group, text)) if said]
+        failed = [(r, said) for r, said in enumerate(gather_objects(text, group)) if said]
         if failed:
             lines = "\n".join(f"rank {r}: {said}" for r, said in failed)
             raise CollectiveError(f"symmetric memory {facts[0].label!r} cannot be made\n{lines}")

@@ -21,7 +21,6 @@ from megamuon.collectives import CollectiveError
 from megamuon.collectives.device_fabric import DeviceFabric
 from megamuon.collectives.device_library import (
     DeviceLibrary,
-    Rung,
     agree_capability,
     environment_problems,
     select_rung,
@@ -29,7 +28,7 @@ from megamuon.collectives.device_library import (
 from megamuon.collectives.device_streams import CudaStreams, Streams
 from megamuon.collectives.host_fabric import HostFabric
 from megamuon.collectives.host_library import CODE_VERSION
-from megamuon.collectives.operators import Fabric, ReadySettings
+from megamuon.collectives.operators import Fabric, ReadySettings, gather_objects
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
 from megamuon.matrices import Layout
 from megamuon.mesh import Mesh, MeshError, local_world_size
@@ -155,10 +154,7 @@ def _device_parts(
         parts = device_parts(device)
     except CollectiveError as error:
         problem = str(error)
-    problems = [problem]
-    if group is not None:
-        problems = [""] * dist.get_world_size(group)
-        dist.all_gather_object(problems, problem, group=group)
+    problems = gather_objects(problem, group)
     found = [rank for rank, text in enumerate(problems) if text]
     if found or parts is None:
         raise CollectiveError(f"rank {found[0]}: {problems[found[0]]}")
@@ -169,11 +165,7 @@ def _unverified(group: dist.ProcessGroup | None) -> str:
     """Why GPUs do not take the device operators by themselves, and what these ones offer: the
     lowest rung of the capability ladder over all ranks.  A collective over ``group``.
     """
-    rung = select_rung()
-    everyone: list[Rung] = [rung]
-    if group is not None:
-        everyone = [rung] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, rung, group=group)
+    everyone = gather_objects(select_rung(), group)
     lowest = agree_capability([held.name for held in everyone])
     why = next(held.reason for held in everyone if held.name == lowest)
     agreed = f"the ranks agree on the rung {lowest!r}" + (f": {why}" if why else "")

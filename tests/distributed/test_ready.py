@@ -14,6 +14,7 @@ from megamuon.collectives import (
     SegmentTable,
     TableSegment,
     Traffic,
+    Transport,
     TwoStageReducer,
     TwoStageTable,
     build_transport,
@@ -21,7 +22,7 @@ from megamuon.collectives import (
 from megamuon.collectives.host_fabric import HostFabric
 from megamuon.collectives.operators import Nodes, ReadySettings
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
-from megamuon.mesh import new_group
+from megamuon.mesh import Mesh, new_group
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 
@@ -76,6 +77,31 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def grouped(
+    mesh: Mesh,
+    gather: Any,
+    reduce: Any,
+    across: Any,
+    wire: torch.dtype,
+    traffic: Traffic | None = None,
+) -> tuple[Transport, TwoStageReducer]:
+    """What the operators are compared with, and fall back to."""
+    transport = build_transport(
+        "grouped", gather_group=gather, reduce_group=reduce, wire_dtype=wire, traffic=traffic
+    )
+    reducer = TwoStageReducer(
+        transport,
+        across,
+        column=mesh.column,
+        row=mesh.row,
+        rows=mesh.rows,
+        columns=mesh.columns,
+        wire_dtype=wire,
+        traffic=traffic,
+    )
+    return transport, reducer
+
+
 def work(rank: int, world: int) -> dict[str, Any]:
     """What differed, by case; and the traffic of both transports."""
     failed: list[str] = []
@@ -94,23 +120,7 @@ def work(rank: int, world: int) -> dict[str, Any]:
                 pairs = []
                 for name in ("grouped", "ready"):
                     traffic = Traffic()
-                    transport = build_transport(
-                        "grouped",
-                        gather_group=gather,
-                        reduce_group=reduce,
-                        wire_dtype=wire,
-                        traffic=traffic,
-                    )
-                    reducer = TwoStageReducer(
-                        transport,
-                        across,
-                        column=mesh.column,
-                        row=mesh.row,
-                        rows=rows,
-                        columns=columns,
-                        wire_dtype=wire,
-                        traffic=traffic,
-                    )
+                    transport, reducer = grouped(mesh, gather, reduce, across, wire, traffic)
                     if name == "ready":
                         transport = ReadyTransport(transport, fabric)
                         reducer = ReadyReducer(reducer, fabric)
@@ -190,19 +200,8 @@ def _long_rows(rank: int, world: int) -> list[str]:
         settings = ReadySettings(slots=2, chunk_bytes=1024, deadline=60, star_bytes=0)
         fabric = HostFabric(mesh, data, settings, node_size=size)
         memory = fabric.open(POOL)
-        grouped = build_transport(
-            "grouped", gather_group=gather, reduce_group=reduce, wire_dtype=torch.float32
-        )
-        two_stage = TwoStageReducer(
-            grouped,
-            across,
-            column=mesh.column,
-            row=mesh.row,
-            rows=rows,
-            columns=columns,
-            wire_dtype=torch.float32,
-        )
-        transport, reducer = ReadyTransport(grouped, fabric), ReadyReducer(two_stage, fabric)
+        calls, two_stage = grouped(mesh, gather, reduce, across, torch.float32)
+        transport, reducer = ReadyTransport(calls, fabric), ReadyReducer(two_stage, fabric)
         for seed in range(CASES):
             layout, numel = table(seed, rows, columns)
             reducer.pool(layout, WINDOWS, {torch.float32})
