@@ -3,6 +3,7 @@
 // Owns freeing: memory is given back by its object.  Tested with the libraries that use it.
 #pragma once
 #include "../fabric/device_group.cuh"
+#include "entry.h"
 
 #include <cuda_runtime.h>
 
@@ -18,19 +19,6 @@ namespace megamuon {
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(status));
-}
-
-// Run `body`; what it throws becomes -1 and a text.
-template <class Body>
-int guarded(char* error, int error_size, Body body) {
-  try {
-    return body();
-  } catch (const std::exception& failure) {
-    if (error != nullptr && error_size > 0) {
-      std::snprintf(error, size_t(error_size), "%s", failure.what());
-    }
-    return -1;
-  }
 }
 
 // `count` objects in the GPU's memory, zero at first.

@@ -83,13 +83,6 @@ void load_kernels() {
   }
 }
 
-bool is_dtype(int value) { return value >= MM_F32 && value <= MM_F16; }
-
-int copy_text(const std::string& from, char* text, int size) {
-  if (text != nullptr && size > 0) std::snprintf(text, size_t(size), "%s", from.c_str());
-  return int(from.size());
-}
-
 }  // namespace
 
 int mmd_code_version(void) { return MM_CODE_VERSION; }

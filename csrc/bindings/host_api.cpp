@@ -2,8 +2,7 @@
 #include "host_api.h"
 
 #include "engine_handle.h"
-
-#include <cstdio>
+#include "entry.h"
 
 using megamuon::Call;
 using megamuon::ControlHeader;
@@ -16,6 +15,7 @@ using megamuon::HostOperator;
 using megamuon::HostPublish;
 using megamuon::HostReduceScatter;
 using megamuon::Inside;
+using megamuon::is_dtype;
 using megamuon::refuse;
 using megamuon::Segment;
 using megamuon::u64;
@@ -60,8 +60,6 @@ std::string problem_of(const mm_operator_config& config) {
   if (config.groups < 1) return "groups=" + std::to_string(config.groups) + ": choose 1 or more";
   return "";
 }
-
-bool dtype_ok(int dtype) { return dtype >= MM_F32 && dtype <= MM_F16; }
 
 std::string segment_problem(const Segment& s, const Geometry& place, int index) {
   if (s.node >= 0 && s.node < place.nodes && s.column >= 0 && s.column < place.columns) return "";
@@ -142,9 +140,7 @@ void mm_engine_abort(mm_engine* handle, const char* reason) {
 }
 
 int mm_engine_error(mm_engine* handle, char* text, int text_size) {
-  const std::string error = megamuon::error_of(handle);
-  std::snprintf(text, std::size_t(text_size), "%s", error.c_str());
-  return int(error.size());
+  return megamuon::copy_text(megamuon::error_of(handle), text, text_size);
 }
 
 void mm_engine_set_link(mm_engine* handle, uint64_t latency_ns, double bytes_per_second) {
@@ -231,7 +227,7 @@ int mm_reduce_scatter_table(mm_engine* handle, int op, int segments, const int* 
   const Inside inside(handle);
   auto* found = inside.find<HostReduceScatter>(op);
   if (!found) return refuse(handle, "reduce_scatter_table: no such operator");
-  if (!dtype_ok(slot_dtype) || !dtype_ok(wire_dtype) || !dtype_ok(window_dtype)) {
+  if (!is_dtype(slot_dtype) || !is_dtype(wire_dtype) || !is_dtype(window_dtype)) {
     return refuse(handle, std::string(name) + ": unknown dtype");
   }
   const Dtype slot = Dtype(slot_dtype), wire = Dtype(wire_dtype), sum = Dtype(window_dtype);

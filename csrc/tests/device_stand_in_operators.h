@@ -6,6 +6,8 @@
 #pragma once
 #include "device_stand_in.h"
 
+#include "bindings/entry.h"
+
 namespace megamuon {
 namespace stand_in {
 
@@ -27,24 +29,6 @@ struct Entry {
   const std::string& name() const { return op->name(); }
   HostPublish& publish() const { return static_cast<HostPublish&>(*op); }
 };
-
-// Run `body`; what it throws becomes -1 and a text.
-template <class Body>
-int guarded(char* error, int error_size, Body body) {
-  try {
-    return body();
-  } catch (const std::exception& thrown) {
-    if (error != nullptr && error_size > 0) {
-      std::snprintf(error, size_t(error_size), "%s", thrown.what());
-    }
-    return -1;
-  }
-}
-
-inline int copy_text(const std::string& from, char* text, int size) {
-  if (text != nullptr && size > 0) std::snprintf(text, size_t(size), "%s", from.c_str());
-  return int(from.size());
-}
 
 // Pipelines of an operator with so many blocks, as on the GPU: control memory is counted by them.
 inline u64 pipelines_of(int nodes, int blocks) {
@@ -316,8 +300,6 @@ inline int wait_for_arrivals(mmd_fabric* handle, const Entry& entry, int count, 
   }
   return 0;
 }
-
-inline bool is_dtype(int value) { return value >= MM_F32 && value <= MM_F16; }
 
 }  // namespace stand_in
 }  // namespace megamuon
