@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megamuon.data import native
 from megamuon.data.splits import normalize
 
 MAX_DATASETS = 32_766  # dataset ids are int16 in the cache files
-_SCALAR_LIMIT = 12  # below this many parts a plain loop beats array operations per draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +91,24 @@ def _explicit(word: str) -> tuple[float, str] | None:
     return weight, prefix
 
 
+def without_zeros(blend: Blend) -> tuple[Blend, tuple[int, ...]]:
+    """The blend without the parts of weight zero, and the places that the others had in it.
+
+    A part that is never drawn is neither opened nor built; and the greedy rule, which looks for the
+    part that is furthest behind, would draw one where all are even.
+    """
+    if blend.weights is None:
+        return blend, tuple(range(len(blend.prefixes)))
+    kept = tuple(place for place, weight in enumerate(blend.weights) if weight > 0)
+    return (
+        Blend(
+            prefixes=tuple(blend.prefixes[place] for place in kept),
+            weights=tuple(blend.weights[place] for place in kept),
+        ),
+        kept,
+    )
+
+
 def part_sizes(weights: Sequence[float], size: int, surplus: float = 0.0) -> list[int]:
     """Samples that each part must offer for a blend of ``size``; weights are normalised.
 
@@ -144,54 +162,27 @@ def _greedy(
 ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
     if len(weights) == 1:
         return np.zeros(size, dtype=np.int16), np.arange(size, dtype=np.int64)
-    draw = _greedy_scalar if len(weights) <= _SCALAR_LIMIT else _greedy_array
-    datasets = draw(weights, size, limits)
-    samples = np.empty(size, dtype=np.int64)
-    for dataset in range(len(weights)):  # the sample of a draw is how often its dataset came before
-        places = np.flatnonzero(datasets == dataset)
-        samples[places] = np.arange(places.size)
-    return datasets, samples
+    drawn = native.blend_indices(weights, size, limits)
+    return drawn if drawn is not None else greedy_in_python(weights, size, limits)
 
 
-def _greedy_scalar(
+def greedy_in_python(
     weights: Sequence[float], size: int, limits: Sequence[int] | None
-) -> NDArray[np.int16]:
-    parts = list(enumerate(float(weight) for weight in weights))
-    counts = [0] * len(parts)
-    out = bytearray(size)
-    for step in range(size):
-        scale = step or 1
-        best, chosen = -math.inf, 0
-        for part, weight in parts:
-            behind = weight * scale - counts[part]
-            if behind > best and (limits is None or counts[part] < limits[part]):
-                best, chosen = behind, part
-        out[step] = chosen
-        counts[chosen] += 1
-    return np.frombuffer(out, dtype=np.uint8).astype(np.int16)
-
-
-def _greedy_array(
-    weights: Sequence[float], size: int, limits: Sequence[int] | None
-) -> NDArray[np.int16]:
+) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
+    """What the host library does, for where there is none, and for comparisons."""
     share = np.asarray(weights, dtype=np.float64)
-    counts = np.zeros(share.size, dtype=np.float64)  # exact up to 2^53
+    counts = np.zeros(share.size, dtype=np.float64)  # exact up to 2^53; infinite: exhausted
+    drawn = [0] * share.size
     behind: NDArray[Any] = np.empty_like(share)
-    out = np.empty(size, dtype=np.int16)
-    exhausted = np.zeros(share.size, dtype=np.float64)
-    left = None if limits is None else list(limits)
-    if left is not None:
-        exhausted[np.asarray(left) == 0] = np.inf
+    datasets, samples = np.empty(size, dtype=np.int16), np.empty(size, dtype=np.int64)
+    if limits is not None:
+        counts[np.asarray(limits) <= 0] = np.inf
     for step in range(size):
         np.multiply(share, step or 1, out=behind)
         np.subtract(behind, counts, out=behind)
-        if left is not None:
-            np.subtract(behind, exhausted, out=behind)
-        chosen = int(behind.argmax())
-        out[step] = chosen
-        counts[chosen] += 1
-        if left is not None:
-            left[chosen] -= 1
-            if left[chosen] == 0:
-                exhausted[chosen] = np.inf
-    return out
+        chosen = int(behind.argmax())  # the first of several
+        datasets[step], samples[step] = chosen, drawn[chosen]
+        drawn[chosen] += 1
+        exhausted = limits is not None and drawn[chosen] >= limits[chosen]
+        counts[chosen] = np.inf if exhausted else drawn[chosen]
+    return datasets, samples

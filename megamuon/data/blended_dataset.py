@@ -24,7 +24,8 @@ BLEND_NAMES = ("dataset_index", "dataset_sample_index")
 class BlendedDataset(Dataset[Item]):
     """Items of the parts with ``dataset_id`` () int64 beside them; ``weights`` are normalised.
 
-    ``size`` None draws every sample of every part once (weights are then not used).
+    ``size`` None draws every sample of every part once (weights are then not used). ``places`` are
+    the parts' places in the blend as the flags give it, where parts were left out of it.
     """
 
     def __init__(
@@ -33,19 +34,21 @@ class BlendedDataset(Dataset[Item]):
         weights: Sequence[float],
         size: int | None,
         *,
+        places: Sequence[int] | None = None,
         cache: IndexCache | None = None,
         directory: Path | None = None,
     ) -> None:
         self.parts = tuple(parts)
+        self._places = tuple(range(len(parts)) if places is None else places)
         self.split = self.parts[0].spec.split
         self._weights = tuple(weights)
         self._size = size
-        lengths = [len(part) for part in self.parts]
+        self._lengths = [len(part) for part in self.parts]
         if cache is None or directory is None:
             arrays = self._build()
             self.digest = hash_arrays(arrays)
         else:
-            inputs = {"weights": list(weights), "size": size, "lengths": lengths}
+            inputs = {"weights": list(weights), "size": size, "lengths": self._lengths}
             entry = CacheEntry(
                 directory=directory,
                 kind="BlendedDataset",
@@ -55,14 +58,15 @@ class BlendedDataset(Dataset[Item]):
             )
             arrays, self.digest = cache.arrays(entry, self._build)
         self.dataset_index, self.dataset_sample_index = (arrays[name] for name in BLEND_NAMES)
-        names = [part.sequences.path for part in self.parts]
-        check_draws(np.asarray(self.dataset_index), lengths, names)
 
     def _build(self) -> Arrays:
         if self._size is None:
-            built = exhaustive_indices([len(part) for part in self.parts])
+            built = exhaustive_indices(self._lengths)
         else:
             built = blend_indices(self._weights, self._size)
+        # What is checked here need not be when it is loaded: the lengths are in the cache's key.
+        names = [part.sequences.path for part in self.parts]
+        check_draws(np.asarray(built[0]), self._lengths, names)
         return dict(zip(BLEND_NAMES, built, strict=True))
 
     def __len__(self) -> int:
@@ -75,5 +79,5 @@ class BlendedDataset(Dataset[Item]):
         dataset = int(self.dataset_index[position])
         sample = None if index is None else int(self.dataset_sample_index[position])
         item = self.parts[dataset][sample]
-        item["dataset_id"] = torch.tensor(dataset, dtype=torch.int64)
+        item["dataset_id"] = torch.tensor(self._places[dataset], dtype=torch.int64)
         return item

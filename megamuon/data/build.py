@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader
 
-from megamuon.data.blend import Blend, parse_blend, part_sizes
+from megamuon.data.blend import Blend, parse_blend, part_sizes, without_zeros
 from megamuon.data.blended_dataset import BlendedDataset
 from megamuon.data.gpt_dataset import (
     GPTDataset,
@@ -186,7 +186,8 @@ def _mock(spec: DataSpec) -> Three:
 def _open(spec: DataSpec, sources: Sequence[Source | None]) -> dict[str, IndexedDataset]:
     files: dict[str, IndexedDataset] = {}
     for source, samples in zip(sources, spec.samples, strict=True):
-        for prefix in source.blend.prefixes if source is not None and samples != 0 else ():
+        drawn = source is not None and samples != 0
+        for prefix in without_zeros(source.blend)[0].prefixes if drawn else ():
             if prefix not in files:
                 files[prefix] = IndexedDataset(prefix, mmap=spec.mmap_bin_files)
     return files
@@ -202,11 +203,13 @@ def _split(
     size = spec.samples[index]
     if source is None or size == 0:
         return None
-    prefixes = source.blend.prefixes
+    blend, places = without_zeros(source.blend)
+    prefixes, weights = blend.prefixes, blend.weights
+    if len(prefixes) == 1:
+        weights = None  # a blend of one is its part, in its order (Megatron-LM's rule)
     bounds = [split_bounds(source.split, len(files[p]))[source.position] for p in prefixes]
     if bounds[0] is None:  # the split has no share: the same for every file
         return None
-    weights = source.blend.weights
     if weights is None:
         wanted: list[int | None] = [size if len(prefixes) == 1 else None] * len(prefixes)
         shares: list[float] = []
@@ -234,7 +237,7 @@ def _split(
     else:
         total = sum(part_sizes(shares, size or 0))
     directory = _cache_directory(spec, prefixes[0])
-    return BlendedDataset(parts, shares, total, cache=cache, directory=directory)
+    return BlendedDataset(parts, shares, total, places=places, cache=cache, directory=directory)
 
 
 def _map(build: Callable[[int], GPTDataset], count: int, threads: int) -> list[GPTDataset]:

@@ -9,10 +9,10 @@ sequence, sample and id, before it reaches an embedding. Tested by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -150,34 +150,42 @@ class GPTDataset(Dataset[Item]):
         """Token ids of sample ``index``, (sequence_length + extra,), padded at the end of a partial
         sample.
         """
-        row = int(self.shuffle_index[index])
-        (first, start), (last, stop) = (
-            self.sample_index[row].tolist(),
-            self.sample_index[row + 1].tolist(),
-        )
         extra = self.plan.extra
-        text = np.full(self.spec.sequence_length + extra, self.options.pad, dtype=np.int64)
+        text = np.empty(self.spec.sequence_length + extra, dtype=np.int64)
         place = 0
-        for position in range(first, last + 1):
-            offset = start if position == first else 0
-            end = stop + extra if position == last else None
-            sequence = int(self.document_index[position])
-            part = self.sequences.get(sequence, offset, None if end is None else end - offset)
-            if part.size and (part.max() >= self.options.vocab_size or part.min() < 0):
-                self._refuse(part, sequence, offset, index)
+        for sequence, offset, length in self._pieces(index):
+            part = self.sequences.get(sequence, offset, length)
             text[place : place + part.size] = part
             place += part.size
+        # As unsigned numbers the negative ones are the largest: one pass finds both kinds.
+        if place and int(text[:place].view(np.uint64).max()) >= self.options.vocab_size:
+            self._refuse(index)
+        text[place:] = self.options.pad
         return text
 
-    def _refuse(self, part: NDArray[Any], sequence: int, offset: int, sample: int) -> None:
-        at = int(np.flatnonzero((part >= self.options.vocab_size) | (part < 0))[0])
-        raise ValueError(
-            f"{self.sequences.path}: token id {int(part[at])} at item {offset + at} of sequence "
-            f"{sequence} (sample "
-            f"{sample} of {self.spec.split}) is outside the vocabulary of "
-            f"{self.options.vocab_size}; was the corpus "
-            "written with another tokenizer (--tokenizer-type, --tokenizer-model, --vocab-size)?"
-        )
+    def _pieces(self, index: int) -> Iterator[tuple[int, int, int | None]]:
+        """Sequence, offset and length (None: to its end) of what sample ``index`` is made of."""
+        row = int(self.shuffle_index[index])
+        (first, start), (last, stop) = self.sample_index[row : row + 2].tolist()
+        documents = self.document_index[first : last + 1].tolist()
+        for sequence in documents[:-1]:
+            yield sequence, start, None
+            start = 0
+        yield documents[-1], start, stop + self.plan.extra - start
+
+    def _refuse(self, sample: int) -> NoReturn:
+        for sequence, offset, length in self._pieces(sample):
+            part = self.sequences.get(sequence, offset, length)
+            wrong = np.flatnonzero((part >= self.options.vocab_size) | (part < 0))
+            if wrong.size:
+                at = int(wrong[0])
+                raise ValueError(
+                    f"{self.sequences.path}: token id {int(part[at])} at item {offset + at} of "
+                    f"sequence {sequence} (sample {sample} of {self.spec.split}) is outside the "
+                    f"vocabulary of {self.options.vocab_size}; was the corpus written with another "
+                    "tokenizer (--tokenizer-type, --tokenizer-model, --vocab-size)?"
+                )
+        raise ValueError(f"{self.sequences.path}: sample {sample} changed while it was read")
 
 
 def _builder(lengths: NDArray[np.int32], spec: SampleSpec, plan: IndexPlan) -> Callable[[], Arrays]:
@@ -196,22 +204,23 @@ def make_item(tokens: NDArray[np.int64], labels: NDArray[np.int64], options: Ite
     that is the end of a document, has no loss; what follows an end of document is a new document.
     """
     length = tokens.size
-    loss_mask = (labels != options.pad).astype(np.float32)
+    padding = labels == options.pad
+    loss_mask = torch.ones(length)
+    if padding.any():
+        loss_mask[torch.from_numpy(padding)] = 0.0
     if options.eod_mask_loss:
-        loss_mask[tokens == options.eod] = 0.0
-    starts = np.flatnonzero(tokens == options.eod) + 1  # where the next documents begin
-    starts = np.concatenate(([0], starts[starts < length]))
-    documents = np.zeros(length, dtype=np.int64)
-    documents[starts[1:]] = 1
-    np.cumsum(documents, out=documents)
-    positions = np.arange(length, dtype=np.int64)
-    if options.reset_position_ids or options.inter_document_masking:
-        positions -= starts[documents]
+        loss_mask[torch.from_numpy(tokens == options.eod)] = 0.0
+    restarts = options.reset_position_ids or options.inter_document_masking
+    positions = torch.arange(length)
+    if restarts or options.reset_attention_mask:
+        starts, documents = _documents(tokens, options.eod)
+        if restarts:
+            positions -= torch.from_numpy(starts[documents])
     item = {
-        "tokens": torch.from_numpy(np.where(tokens == options.pad, 0, tokens)),
-        "labels": torch.from_numpy(np.where(labels == options.pad, 0, labels)),
-        "loss_mask": torch.from_numpy(loss_mask),
-        "position_ids": torch.from_numpy(positions),
+        "tokens": _clean(tokens, tokens == options.pad),
+        "labels": _clean(labels, padding),
+        "loss_mask": loss_mask,
+        "position_ids": positions,
     }
     if options.create_attention_mask:
         visible = np.tri(length, dtype=bool)
@@ -226,6 +235,26 @@ def make_item(tokens: NDArray[np.int64], labels: NDArray[np.int64], options: Ite
         item["cu_seqlens"] = torch.from_numpy(bounds)
         item["max_seqlen"] = torch.tensor(int(np.diff(bounds).max()), dtype=torch.int32)
     return item
+
+
+def _clean(ids: NDArray[np.int64], padding: NDArray[np.bool_]) -> Tensor:
+    """A tensor of its own with id 0 where padding is; a plain copy is four times as fast as a
+    choice per element, and most samples have none.
+    """
+    copy = ids.copy()
+    if padding.any():
+        copy[padding] = 0
+    return torch.from_numpy(copy)
+
+
+def _documents(tokens: NDArray[np.int64], eod: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where documents start (documents,), and which one each token is of (s,)."""
+    starts = np.flatnonzero(tokens == eod) + 1
+    starts = np.concatenate(([0], starts[starts < tokens.size]))
+    documents = np.zeros(tokens.size, dtype=np.int64)
+    documents[starts[1:]] = 1
+    np.cumsum(documents, out=documents)
+    return starts, documents
 
 
 class MockSequences:
@@ -251,6 +280,8 @@ class MockSequences:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[np.int64]:
         """Items ``[offset, offset + length)`` of a sequence, (length,)."""
+        if not 0 <= index < self.SEQUENCES:
+            raise IndexError(f"--mock-data: sequence {index} of {self.SEQUENCES}")
         whole = int(self.lengths[index])
         stop = whole if length is None else offset + length
         if not 0 <= offset <= stop <= whole:

@@ -2,7 +2,8 @@
 
 Owns the document, sample and shuffle index: pure functions of integers and a seed. Invariants:
 identical, dtype and bytes, to Megatron-LM's for ``shuffle="global"``; exact integers throughout
-(Megatron-LM counts validation samples in 32-bit floats); no Python loop over samples or documents.
+(Megatron-LM counts validation samples in 32-bit floats, and documents in 32-bit integers); no
+Python loop over samples or documents.
 Tested by ``tests/data_room/test_gpt_indices.py``.
 """
 
@@ -14,8 +15,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megamuon.data import native
+
 Shuffle = Literal["global", "epoch"]
 SHUFFLES: tuple[Shuffle, ...] = ("global", "epoch")
+_INT32 = np.iinfo(np.int32).max
 _SEPARATE_BELOW = (4, 5)  # the last epoch is shuffled apart if less than 0.80 of it is needed
 
 
@@ -87,7 +91,7 @@ def plan_indices(
 
 def build_indices(
     lengths: NDArray[np.int32], low: int, high: int, plan: IndexPlan, seed: int, shuffle: Shuffle
-) -> tuple[NDArray[np.int32], NDArray[np.integer], NDArray[np.integer]]:
+) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
     """Document (documents * epochs,), sample (samples + 1, 2) and shuffle (samples,) index of
     sequences [low, high).
 
@@ -105,8 +109,9 @@ def build_indices(
 
 def _document_index(
     low: int, high: int, plan: IndexPlan, generator: np.random.RandomState, shuffle: Shuffle
-) -> NDArray[np.int32]:
-    one = np.arange(low, high, dtype=np.int32)
+) -> NDArray[np.integer]:
+    # Megatron-LM's are int32 always, and wrap beyond.
+    one = np.arange(low, high, dtype=np.int32 if high <= _INT32 + 1 else np.int64)
     whole = np.tile(one, plan.epochs)
     size = one.size
     if shuffle == "epoch":
@@ -120,24 +125,42 @@ def _document_index(
 
 
 def _sample_index(
-    lengths: NDArray[np.int32], documents: NDArray[np.int32], plan: IndexPlan
+    lengths: NDArray[np.int32], documents: NDArray[np.integer], plan: IndexPlan
 ) -> NDArray[np.integer]:
     """Rows (document position, offset) at which samples begin; the last row is where the last one
     ends.
     """
+    # Offsets always fit, as lengths are int32.
+    wide = documents.size > _INT32
+    rows = np.empty((plan.samples + 1, 2), dtype=np.int64 if wide else np.int32)
+    filled = native.sample_index(
+        lengths,
+        documents,
+        rows,
+        length=plan.sequence_length,
+        extra=plan.extra,
+        clamp=plan.partial,
+    )
+    return rows if filled else sample_index_in_numpy(lengths, documents, rows, plan)
+
+
+def sample_index_in_numpy(
+    lengths: NDArray[np.int32],
+    documents: NDArray[np.integer],
+    rows: NDArray[np.integer],
+    plan: IndexPlan,
+) -> NDArray[np.integer]:
+    """What the host library does, for where there is none, and for comparisons."""
     ends = lengths[documents].astype(np.int64)
-    longest = int(ends.max())
     np.cumsum(ends, out=ends)  # ends[i]: items before the end of document i
-    total = int(ends[-1])
     # Sample j covers [j*s, j*s + s + x): row j + 1 lies in the document that holds its last item.
     last = np.arange(1, plan.samples + 1, dtype=np.int64)
     last *= plan.sequence_length
     last += plan.extra
     if plan.partial:
-        np.minimum(last, total, out=last)
+        np.minimum(last, int(ends[-1]), out=last)
     place = np.searchsorted(ends, last, side="left")
-    fits = max(documents.size, longest) <= np.iinfo(np.int32).max
-    rows = np.zeros((plan.samples + 1, 2), dtype=np.int32 if fits else np.int64)
+    rows[0] = 0
     rows[1:, 0] = place
     last -= ends[place]
     last += lengths[documents[place]]
@@ -169,4 +192,4 @@ def _shuffle_parts(
     array: NDArray[np.integer], cuts: list[int], generator: np.random.RandomState
 ) -> None:
     for start, stop in zip(cuts, cuts[1:], strict=False):
-        generator.shuffle(array[start:stop])
+        native.shuffle(array[start:stop], generator)

@@ -3,7 +3,8 @@
 Owns the files ``{digest}-{kind}-{split}-{name}.npy`` and ``...-description.txt`` of a cache
 directory. Invariants: the digest covers every input of the arrays, so a file is never stale; files
 appear by rename, the description last, so that a set is complete or not there; what is loaded has
-the hash that its description states; nothing is unpickled. Rank 0 builds first, then each machine's
+the hash that its description states, or is untouched since it was written (``[Note: seals]``);
+nothing is unpickled. Rank 0 builds first, then each machine's
 local rank 0 where it cannot see the result (no shared file system), the others wait with a bound.
 There is no communication in here: the caller passes a barrier and compares the hashes. Tested by
 ``tests/data_room/test_index_cache.py``.
@@ -17,6 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,14 +26,28 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from megamuon.data.temporary import temporary_path
+
+"""[Note: seals]
+
+A description holds the sha256 of its arrays, and of each file the size and the times of its last
+change as they were when the set was complete. A file with the same size and times has not been
+written since, not even by somebody who set its modification time back (that moves the time of
+change), so its bytes need not be read to be known. A file that was copied, restored or touched has
+other times, and is hashed. The times of a file system advance in ticks: a store waits until a tick
+has certainly passed, so that a later write cannot carry the same time. The description carries a
+hash of itself.
+"""
+
 Arrays = Mapping[str, NDArray[Any]]
 Barrier = Callable[[str], None]
 Compare = Callable[[str, str], None]
 Result = TypeVar("Result")
-FORMAT = 1  # part of every digest: raise it when an algorithm behind the arrays changes
+FORMAT = 2  # part of every digest: raise it when an algorithm behind the arrays changes
 _HASH_BYTES = 1 << 24
 _POLL_SECONDS = 0.1
 _LATE_SECONDS = 30.0
+_TICK_SECONDS = 0.02  # above the tick of a kernel's file times (at most 10 ms)
 
 
 class IndexCacheError(RuntimeError):
@@ -120,12 +136,7 @@ class IndexCache:
         """
         loaded = self._load(entry)
         if loaded is None and self.ranks.local_rank == 0:
-            _store(entry, build())
-            loaded = self._load(entry)
-            if loaded is None:
-                raise IndexCacheError(
-                    f"{entry.path('description')}: changed under us; is the disk sound?"
-                )
+            loaded = _store(entry, build())
         if loaded is None:
             loaded = self._wait(entry)
         return loaded
@@ -153,20 +164,44 @@ class IndexCache:
     def _load(self, entry: CacheEntry) -> tuple[Arrays, str] | None:
         """None where the entry is absent, incomplete or damaged: it is rebuilt then."""
         try:
-            text = entry.path("description").read_text(encoding="utf-8")
-            stored = json.loads(text)
-            if stored["digest"] != entry.digest:
+            stored = json.loads(entry.path("description").read_text(encoding="utf-8"))
+            claimed, seals = stored["arrays_sha256"], stored["seals"]
+            if stored["digest"] != entry.digest or stored.pop("sha256") != _hash_of(stored):
                 return None
-            arrays = {
-                name: np.load(entry.path(name), mmap_mode="r", allow_pickle=False)
-                for name in entry.names
-            }
-        except (OSError, ValueError, KeyError, TypeError, EOFError):
+            arrays = _mapped(entry)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError):
             return None
-        claimed = stored.get("arrays_sha256")
-        if not isinstance(claimed, str) or (not self.trust and hash_arrays(arrays) != claimed):
+        if not self.trust and seals != _seals(entry) and hash_arrays(arrays) != claimed:
             return None
         return arrays, claimed
+
+
+def _mapped(entry: CacheEntry) -> Arrays:
+    return {
+        name: np.load(entry.path(name), mmap_mode="r", allow_pickle=False) for name in entry.names
+    }
+
+
+def _seals(entry: CacheEntry) -> dict[str, list[int]]:
+    """Size and times of every array's file. See [Note: seals]."""
+    found = {name: os.stat(entry.path(name)) for name in entry.names}
+    return {name: [at.st_size, at.st_mtime_ns, at.st_ctime_ns] for name, at in found.items()}
+
+
+def _settled_seals(entry: CacheEntry) -> dict[str, list[int]] | None:
+    """The seals once no later change can have the same times; None where times are whole seconds,
+    which would take too long to wait for.
+    """
+    seals = _seals(entry)
+    newest = max(changed for _, _, changed in seals.values())
+    if all(changed % 1_000_000_000 == 0 for _, _, changed in seals.values()):
+        return None
+    time.sleep(max(0.0, min(_TICK_SECONDS, _TICK_SECONDS - (time.time_ns() - newest) * 1e-9)))
+    return seals
+
+
+def _hash_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def hash_arrays(arrays: Arrays) -> str:
@@ -181,16 +216,24 @@ def hash_arrays(arrays: Arrays) -> str:
     return digest.hexdigest()
 
 
-def _store(entry: CacheEntry, arrays: Arrays) -> None:
+def _store(entry: CacheEntry, arrays: Arrays) -> tuple[Arrays, str]:
+    """Write a set; its arrays, mapped, and their hash."""
     if set(arrays) != set(entry.names):
         raise ValueError(f"{entry.kind}: built {sorted(arrays)}, expected {sorted(entry.names)}")
-    content = json.loads(entry.description)
-    content |= {"digest": entry.digest, "arrays_sha256": hash_arrays(arrays)}
     try:
         entry.directory.mkdir(parents=True, exist_ok=True)
-        for name, array in arrays.items():
-            _replace(entry.path(name), array)
+        # The hash and the disk keep different parts of the machine busy.
+        with ThreadPoolExecutor(max_workers=1) as other:
+            hashed = other.submit(hash_arrays, arrays)
+            for name, array in arrays.items():
+                _replace(entry.path(name), array)
+            digest = hashed.result()
+        content = json.loads(entry.description)
+        content |= {"digest": entry.digest, "arrays_sha256": digest}
+        content["seals"] = _settled_seals(entry)
+        content["sha256"] = _hash_of(content)
         _replace(entry.path("description"), json.dumps(content, indent=4))
+        return _mapped(entry), digest
     except OSError as error:
         raise IndexCacheError(
             f"{entry.directory}: the index cache cannot be written ({error.strerror}); set "
@@ -199,7 +242,7 @@ def _store(entry: CacheEntry, arrays: Arrays) -> None:
 
 
 def _replace(path: Path, content: NDArray[Any] | str) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.uname().nodename}-{os.getpid()}")
+    temporary = temporary_path(path)
     try:
         with temporary.open("wb") as file:
             if isinstance(content, str):

@@ -38,6 +38,7 @@ from megamuon.data.indexed_format import (
     read_header,
     writer_dtype,
 )
+from megamuon.data.temporary import temporary_path
 
 __all__ = [
     "IndexedDataset",
@@ -75,8 +76,8 @@ class IndexedDatasetBuilder:
         self._modes: list[int] = []
         self._bytes = 0
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._temporary_bin = Path(f"{self.prefix}.bin.tmp-{os.getpid()}")
-        self._temporary_idx = Path(f"{self.prefix}.idx.tmp-{os.getpid()}")
+        self._temporary_bin = temporary_path(bin_path(self.prefix))
+        self._temporary_idx = temporary_path(idx_path(self.prefix))
         self._file = self._temporary_bin.open("wb", buffering=1 << 20)
 
     @property
@@ -108,15 +109,16 @@ class IndexedDatasetBuilder:
         lengths.
         """
         array = self._cast(items)
-        if sum(lengths) != array.size:
+        counts = [int(length) for length in lengths]  # Python's integers: NumPy's sums may wrap
+        if sum(counts) != array.size or min(counts, default=0) < 0:
             raise ValueError(
-                f"{self.prefix}: a document of {array.size} items has lengths {list(lengths)}"
+                f"{self.prefix}: a document of {array.size} items has lengths {counts}"
             )
-        if modes is not None and len(modes) != len(lengths):
-            raise ValueError(f"{self.prefix}: {len(modes)} modes for {len(lengths)} sequences")
+        if modes is not None and len(modes) != len(counts):
+            raise ValueError(f"{self.prefix}: {len(modes)} modes for {len(counts)} sequences")
         self._file.write(array.tobytes())
-        for position, length in enumerate(lengths):
-            self._record(int(length), modes[position] if modes is not None else 0)
+        for position, length in enumerate(counts):
+            self._record(length, modes[position] if modes is not None else 0)
         self.end_document()
 
     def add_index(self, prefix: str | os.PathLike[str]) -> None:
@@ -310,7 +312,12 @@ class IndexedDataset:
     def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
         """Items ``[offset, offset + length)`` of sequence ``index`` (to its end by default), shape
         (length,).
+
+        Unlike ``[]`` it counts from the front alone: what comes from an index file is never
+        negative unless it has wrapped. Raises IndexError.
         """
+        if not 0 <= index < self.lengths.size:
+            raise IndexError(f"{self.prefix}: sequence {index} of {self.lengths.size}")
         whole = int(self.lengths[index])
         if length is None:
             length = whole - offset

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megamuon.data import native
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, item type, sequences, documents + 1
@@ -115,8 +117,14 @@ def check_pointers(
     dtype: np.dtype[Any],
     bin_size: int,
 ) -> None:
-    end = 0
-    for start, part in _chunks(lengths):
+    """Raise IndexedDatasetError unless the lengths are counts that the pointers sum up to the end
+    of the ``.bin``.
+    """
+    found = native.check_pointers(lengths, pointers, dtype.itemsize)
+    end = found[1] if found is not None else 0
+    # Without the library all is checked here; with it, what stops at a sequence is named here.
+    first = 0 if found is None else found[0]
+    for start, part in _chunks(lengths, first):
         low = np.flatnonzero(part < 0)
         if low.size:
             at = start + int(low[0])
@@ -139,6 +147,6 @@ def check_pointers(
         )
 
 
-def _chunks(array: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    for start in range(0, array.size, CHUNK):
+def _chunks(array: NDArray[Any], first: int) -> Iterator[tuple[int, NDArray[Any]]]:
+    for start in range(first, array.size, CHUNK):
         yield start, array[start : start + CHUNK]

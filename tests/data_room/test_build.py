@@ -161,7 +161,8 @@ def test_a_split_without_sequences_is_named(prefixes: list[str]) -> None:
     assert train is not None
     assert valid is None
     with pytest.raises(ValueError, match="weighted blend needs a number of samples"):
-        build_train_valid_test(spec(data_path=["1", prefixes[0]], samples=(None, 0, 0)))
+        words = ["1", prefixes[0], "2", prefixes[1]]
+        build_train_valid_test(spec(data_path=words, samples=(None, 0, 0)))
 
 
 def test_mock_data() -> None:
