@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megamuon.console import run_script
 from megamuon.models import GPT
 from megamuon.training import (
     build_datasets,
@@ -83,4 +84,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

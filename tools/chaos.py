@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megamuon.console import run_script  # noqa: E402
 from tools.native_build import build_driver  # noqa: E402
 
 TESTS = ROOT / "csrc" / "tests"
@@ -226,4 +227,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(run_script(main))

@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 from megamuon.collectives import TRANSPORTS  # noqa: E402
+from megamuon.console import run_script  # noqa: E402
 from megamuon.models import PRESETS  # noqa: E402
 from megamuon.ownership.settings import POLICY_NAMES  # noqa: E402
 from tools.equivalence_ranks import Outcome, run_on_ranks  # noqa: E402
@@ -365,4 +366,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -29,6 +29,7 @@ from megamuon.arguments.megatron_table import (  # noqa: E402
     table_by_dest,
 )
 from megamuon.arguments.schema import FlagSpec  # noqa: E402
+from megamuon.console import run_script  # noqa: E402
 
 PAGE = _ROOT / "docs" / "flags.md"
 
@@ -137,4 +138,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

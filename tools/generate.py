@@ -29,6 +29,7 @@ from megamuon.checkpoint import (  # noqa: E402
     read_documents,
     read_index,
 )
+from megamuon.console import run_script  # noqa: E402
 from megamuon.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
 from megamuon.models import GPT, gpt_config_from_flags  # noqa: E402
 from megamuon.models.generation import generate  # noqa: E402
@@ -123,4 +124,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

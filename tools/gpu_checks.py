@@ -386,4 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.path.insert(0, str(ROOT))
+    from megamuon.console import run_script
+
+    sys.exit(run_script(main))

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 
+from megamuon.console import run_script  # noqa: E402
 from tools.reference_training import Training
 from tools.sharded_training import TIMEOUT, Case, Difference, compare, train
 
@@ -72,4 +73,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

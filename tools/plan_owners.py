@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 
 from megamuon.arguments import ModelFlags, RecomputeFlags  # noqa: E402
+from megamuon.console import run_script  # noqa: E402
 from megamuon.matrices import LogicalParameter, collect, routing_report  # noqa: E402
 from megamuon.models import GPT, PRESETS, gpt_config_from_flags  # noqa: E402
 from megamuon.ownership import (  # noqa: E402
@@ -397,4 +398,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

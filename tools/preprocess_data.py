@@ -4,8 +4,9 @@
         --tokenizer-type byte --append-eod --workers 4
 
 Writes ``{prefix}_{key}_document.bin`` and ``.idx``. Owns the command line and the progress display;
-the work is in ``megamuon/data/corpus*.py``. Invariant: on an error nothing is written and the exit
-code is not 0. Tested by ``tests/tools/test_preprocess_data.py``.
+the work is in ``megamuon/data/corpus*.py``. Invariants: an error is one line, nothing is written
+and the exit code is not 0; what cannot be printed stops nothing. Tested by
+``tests/tools/test_preprocess_data.py`` and ``test_preprocess_kinds.py``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a che
 
 from tqdm import tqdm  # noqa: E402
 
+from megamuon.console import run_script  # noqa: E402
 from megamuon.data.corpus import CorpusOptions, find_files  # noqa: E402
+from megamuon.data.corpus_streams import COMPRESSED, first_line  # noqa: E402
 from megamuon.data.corpus_writer import Progress, write_corpus  # noqa: E402
 from megamuon.data.tokenizer import TOKENIZER_TYPES, build_tokenizer  # noqa: E402
 
@@ -37,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--input",
         required=True,
         nargs="+",
-        help="JSON Lines or text file, directory, or pattern; .gz is read",
+        help="JSON Lines or text file, directory, or pattern; gzip, bzip2, xz and zstd are read",
     )
     data.add_argument(
         "--json-keys", nargs="+", default=["text"], help="keys to encode, one dataset for each"
@@ -52,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
         "--exclude",
         action="append",
         default=[],
-        help="leave out directories of this name, e.g. site-packages (repeatable)",
+        help="leave out files and directories of this name or pattern, e.g. site-packages or "
+        "'*.png' (repeatable)",
     )
     tokens = made.add_argument_group("tokenizer")
     tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
@@ -82,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
     )
     output.add_argument("--json", metavar="FILE", help="write the printed figures to FILE")
     return made
+
+
+EXPLAINED = (ValueError, OSError, ImportError)  # they say themselves what is wrong
 
 
 class Display:
@@ -121,18 +128,15 @@ class Display:
 
 def total_size(inputs: Sequence[str], options: CorpusOptions) -> int | None:
     """Bytes of the input files, or None where compression hides them."""
-    lines, texts = find_files(inputs, options)
-    files = [*lines, *texts]
-    if any(file.endswith(".gz") for file in files):
+    found = find_files(inputs, options)
+    files = [*found.lines, *found.texts]
+    if any(file.lower().endswith(COMPRESSED) for file in files):
         return None
     return sum(Path(file).stat().st_size for file in files)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Do the work and return the figures that are printed."""
-    for flag, value in (("--workers", args.workers), ("--partitions", args.partitions)):
-        if value < 1:
-            raise ValueError(f"{flag} {value}: must be at least 1")
     # Workers are the parallelism; a tokenizer's own threads would fight them.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     make = functools.partial(
@@ -163,6 +167,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     seconds = time.monotonic() - start
     return {
         "documents": progress.documents,
+        "documents_by_kind": dict(sorted(progress.kinds.items())),
+        "left_out": progress.left_out_counts,
+        "left_out_names": progress.left_out,
+        "not_utf8_documents": progress.replaced,
         "empty_documents": progress.empty_documents,
         "tokens": progress.tokens,
         "bytes": progress.bytes,
@@ -172,20 +180,46 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def show(figures: dict[str, Any]) -> None:
+    """The figures, a line each."""
+    for key, value in figures.items():
+        if key == "left_out":
+            continue  # its names and counts are in the next line
+        text = str(value)
+        if isinstance(value, list):
+            text = ", ".join(value)
+        elif isinstance(value, dict):
+            text = ", ".join(f"{name} {count}" for name, count in value.items())
+        print(f"{key.removesuffix('_names')}: {text}")
+
+
+def usage_problems(args: argparse.Namespace) -> list[str]:
+    """What no corpus can make right."""
+    counts = {"--workers": args.workers, "--partitions": args.partitions}
+    return [f"{flag} {value}: must be at least 1" for flag, value in counts.items() if value < 1]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 1 with one line that says what is wrong."""
+    """Exit code 0; 1 with one line that says what is wrong, 2 where that is the command line."""
     args = parser().parse_args(argv)
+    problems = usage_problems(args)
+    for problem in problems:
+        print(f"preprocess_data.py: error: {problem}", file=sys.stderr)
+    if problems:
+        return 2
     try:
         figures = run(args)
         if args.json:
             Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    except (ValueError, OSError, ImportError) as error:
-        print(f"preprocess_data.py: error: {error}", file=sys.stderr)
+    except Exception as error:
+        if os.environ.get("MEGAMUON_TRACEBACK", "0") not in ("", "0"):
+            raise
+        name = "" if isinstance(error, EXPLAINED) else f"{type(error).__name__}: "
+        print(f"preprocess_data.py: error: {name}{first_line(error)}", file=sys.stderr)
         return 1
-    for key, value in figures.items():
-        print(f"{key}: {', '.join(value) if isinstance(value, list) else value}")
+    show(figures)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megamuon.checkpoint.tracker import read_tracker  # noqa: E402
+from megamuon.console import run_script  # noqa: E402
 from megamuon.data.corpus import CorpusOptions  # noqa: E402
 from megamuon.data.corpus_writer import write_corpus  # noqa: E402
 from megamuon.data.tokenizer import ByteTokenizer  # noqa: E402
@@ -277,4 +278,4 @@ def job(settings: Settings, *, resume: bool) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

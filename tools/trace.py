@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from megamuon.console import run_script  # noqa: E402
 from tools.bench.common import run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.bench.lines import DTYPES, add_case_flags, cases_of  # noqa: E402
 from tools.bench.spans import LANES, Span, Spans, attach  # noqa: E402
@@ -184,4 +185,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -257,4 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.path.insert(0, str(ROOT))
+    from megamuon.console import run_script
+
+    sys.exit(run_script(main))

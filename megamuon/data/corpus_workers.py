@@ -8,28 +8,49 @@ Tested by ``tests/tools/test_preprocess_data.py``.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from megamuon.data.corpus import Chunk, CorpusError, CorpusOptions, Encoded, Encoder
+from megamuon.data.corpus_streams import first_line
 from megamuon.data.tokenizer import Tokenizer
 
 
 def _serve(
     pipe: Connection, make_tokenizer: Callable[[], Tokenizer], options: CorpusOptions
 ) -> None:
-    """A worker: answer every chunk with what it encodes to, or with the exception."""
+    """A worker: answer every chunk with what it encodes to, or with why it cannot be."""
     try:
-        encoder = Encoder(make_tokenizer(), options)
+        encoder: Encoder | None = None
         while True:
             piece = pipe.recv()
             try:
-                pipe.send(encoder(piece))
+                encoder = encoder or Encoder(make_tokenizer(), options)
+                answer: Encoded | CorpusError = encoder(piece)
             except CorpusError as error:
-                pipe.send(error)
-    except (EOFError, KeyboardInterrupt):
+                answer = error
+            except Exception as error:  # of whatever class: it may not survive the pipe
+                answer = CorpusError(_in_one_line(piece, error))
+            pipe.send(answer)
+    except (EOFError, OSError, KeyboardInterrupt):
         return  # the parent is done, or gone
+
+
+def _in_one_line(piece: Chunk, error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"{_place(piece)}: out of memory; try fewer --workers"
+    if isinstance(error, ValueError | OSError | ImportError):  # they name what is wrong themselves
+        return first_line(error)
+    return f"{_place(piece)}: cannot be encoded ({type(error).__name__}: {first_line(error)})"
+
+
+def _place(piece: Chunk) -> str:
+    if piece.lines:
+        return f"{piece.file}:{piece.first_line}-{piece.first_line + len(piece.lines) - 1}"
+    first, *rest = piece.text_files
+    return f"{first} or one of the {len(rest)} files after it" if rest else first
 
 
 class _Workers:
@@ -42,6 +63,7 @@ class _Workers:
     def __init__(self, make_tokenizer: Callable[[], Tokenizer], options: CorpusOptions) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[multiprocessing.Process] = []
+        self._sent: list[Chunk | None] = [None] * options.workers  # what each works on
         for _ in range(options.workers):
             ours, theirs = multiprocessing.Pipe()
             process = multiprocessing.Process(
@@ -60,6 +82,7 @@ class _Workers:
             if sent >= count:
                 yield self._receive(sent % count)
             try:
+                self._sent[sent % count] = piece
                 self._pipes[sent % count].send(piece)
             except OSError:
                 self._dead(sent % count)
@@ -79,9 +102,13 @@ class _Workers:
     def _dead(self, worker: int) -> NoReturn:
         process = self._processes[worker]
         process.join(timeout=5)
+        killed = process.exitcode is not None and process.exitcode < 0
+        hint = "; out of memory? Try fewer --workers" if process.exitcode == -signal.SIGKILL else ""
+        end = f"was killed by signal {-process.exitcode}" if killed else "ended"
+        where = self._sent[worker]
         raise CorpusError(
-            f"worker {worker} (process {process.pid}) ended with exit code {process.exitcode}; "
-            "out of memory? Try fewer --workers"
+            f"{_place(where) + ': ' if where is not None else ''}worker {worker} (process "
+            f"{process.pid}) {end} with exit code {process.exitcode}{hint}"
         )
 
     def close(self) -> None:
@@ -103,7 +130,13 @@ def encode_all(
     if options.workers <= 1:
         encoder = Encoder(make_tokenizer(), options)
         for piece in pieces:
-            yield encoder(piece)
+            try:
+                encoded = encoder(piece)
+            except CorpusError:
+                raise
+            except Exception as error:
+                raise CorpusError(_in_one_line(piece, error)) from error
+            yield encoded
         return
     workers = _Workers(make_tokenizer, options)
     try:

@@ -7,9 +7,10 @@ existing dataset is replaced only by a complete one. Tested by
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
@@ -28,6 +29,10 @@ class Progress:
     empty_documents: int = 0
     tokens: int = 0
     bytes: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)  # documents by what they were read from
+    replaced: int = 0  # text documents that were not UTF-8
+    left_out: str = "nothing"  # of the folders, with reasons and counts
+    left_out_counts: dict[str, int] = field(default_factory=dict)
 
 
 def write_corpus(
@@ -43,25 +48,30 @@ def write_corpus(
     another in the result. Nothing is left behind on an error. Raises CorpusError for an empty
     corpus.
     """
-    lines, texts = find_files(inputs, options)
-    if texts and options.json_keys != (TEXT_KEY,):
-        raise CorpusError(f"{texts[0]}: a text file has no key but {TEXT_KEY!r}; drop --json-keys")
+    found = find_files(inputs, options)
+    if found.texts and options.json_keys != (TEXT_KEY,):
+        raise CorpusError(
+            f"{found.texts[0]}: a text file has no key but {TEXT_KEY!r}; drop --json-keys"
+        )
     dtype = writer_dtype(make_tokenizer().vocab_size)
     keys = options.json_keys
     targets = {key: f"{prefix}_{key}_document" for key in keys}
-    progress = Progress()
+    progress = Progress(left_out=found.describe_left_out())
+    progress.left_out_counts = {reason: len(paths) for reason, paths in found.left_out.items()}
     with ExitStack() as stack:
         writers = {
             key: stack.enter_context(_Partitions(targets[key], dtype, options.partitions))
             for key in keys
         }
-        for encoded in encode_all(chunks(lines, texts), make_tokenizer, options):
+        for encoded in encode_all(chunks(found.lines, found.texts), make_tokenizer, options):
             for key in keys:
                 writers[key].add(encoded.ids[key], encoded.lengths[key])
                 progress.tokens += int(encoded.ids[key].size)
                 progress.empty_documents += encoded.lengths[key].count(0)
             progress.documents += len(encoded.lengths[keys[0]])
             progress.bytes += encoded.text_bytes
+            progress.kinds.update(encoded.kinds)
+            progress.replaced += encoded.replaced
             report(progress)
         if progress.tokens == 0:
             raise CorpusError(f"--input {' '.join(inputs)}: empty corpus, no text to encode")

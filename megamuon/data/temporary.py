@@ -13,5 +13,5 @@ from pathlib import Path
 
 
 def temporary_path(path: Path) -> Path:
-    """A name beside ``path`` that no other writer has; the process is in it for whoever cleans up."""
+    """A name beside ``path`` that no other writer has, with the process in it for cleaners."""
     return path.with_name(f"{path.name}.tmp-{os.getpid()}-{secrets.token_hex(8)}")

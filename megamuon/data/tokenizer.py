@@ -20,8 +20,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-_EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-_EOD_HELP = "name the end-of-document token with --eod-token"
+from megamuon.data.special_tokens import (
+    EOD_HELP,
+    ROLES,
+    NamedTokens,
+    find_eod,
+    read_named_tokens,
+    transformers_id,
+)
 
 
 @runtime_checkable
@@ -113,21 +119,33 @@ class FastTokenizer:
     """A tokenizer of the ``tokenizers`` library; special tokens come from the files beside it."""
 
     def __init__(
-        self, name: str, core: Any, specials: dict[str, str], *, source: str, eod_token: str | None
+        self, name: str, core: Any, named: NamedTokens, *, source: str, eod_token: str | None
     ) -> None:
         self.name = name
         self._core = core
+        named.add_to(core)
         vocabulary = core.get_vocab(with_added_tokens=True)
         # Ids may have holes, so the count of tokens is not a bound on them.
         self.vocab_size = max(len(vocabulary), max(vocabulary.values(), default=-1) + 1)
-
-        def lookup(role: str) -> int | None:
-            token = specials.get(role)
-            return vocabulary.get(token) if token is not None else None
-
-        self.bos, self.eos, self.pad = lookup("bos_token"), lookup("eos_token"), lookup("pad_token")
-        self.eod = _find_eod(vocabulary, self.eos, eod_token, source)
+        self.bos, self.eos, self.pad = named.find_all(vocabulary, eod_token)
+        self.eod = find_eod(vocabulary, self.eos, eod_token, source)
+        self._keep_whole(source, eod_token)
         self._hash = hashlib.sha256(core.to_str().encode()).hexdigest()
+
+    def _keep_whole(self, source: str, eod_token: str | None) -> None:
+        """Special tokens of the vocabulary are one id in texts too, as in their authors' code."""
+        special = [index for index in (self.eod, self.eos, self.bos, self.pad) if index is not None]
+        texts = list(dict.fromkeys(self._core.id_to_token(index) for index in special))
+        split = [text for text in texts if len(self.encode(text)) != 1]
+        if split:
+            self._core.add_special_tokens(split)
+        token = self._core.id_to_token(self.eod)
+        if self.encode(token) != [self.eod]:
+            flag = f"--eod-token {eod_token!r}: " if eod_token is not None else ""
+            raise ValueError(
+                f"{flag}{source}: the end-of-document token {token!r} (id {self.eod}) is encoded "
+                f"as {self.encode(token)}; {EOD_HELP}"
+            )
 
     def encode(self, text: str) -> list[int]:
         return self._core.encode(text, add_special_tokens=False).ids
@@ -158,8 +176,8 @@ class TransformersTokenizer:
             core = transformers.AutoTokenizer.from_pretrained(
                 str(path), local_files_only=True, trust_remote_code=trust_remote_code
             )
-        except (OSError, ValueError, KeyError) as error:
-            first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        except Exception as error:  # whatever the code of a tokenizer's class raises
+            first = " ".join(str(error).split())[:500] or type(error).__name__
             raise ValueError(
                 f"--tokenizer-model {path}: no tokenizer can be read there ({first})"
             ) from error
@@ -167,8 +185,10 @@ class TransformersTokenizer:
         self._core = core
         vocabulary = core.get_vocab()
         self.vocab_size = max(len(core), max(vocabulary.values(), default=-1) + 1)
-        self.bos, self.eos, self.pad = core.bos_token_id, core.eos_token_id, core.pad_token_id
-        self.eod = _find_eod(vocabulary, self.eos, eod_token, str(path))
+        self.bos, self.eos, self.pad = (
+            transformers_id(core, role, vocabulary, str(path)) for role in ROLES
+        )
+        self.eod = find_eod(vocabulary, self.eos, eod_token, str(path))
         self._hash = _hash_json(sorted(vocabulary.items(), key=lambda pair: pair[1]))
 
     def encode(self, text: str) -> list[int]:
@@ -206,7 +226,7 @@ class SentencePieceTokenizer:
             _absent(i()) for i in (core.bos_id, core.eos_id, core.pad_id)
         )
         vocabulary = {core.id_to_piece(i): i for i in range(self.vocab_size)}
-        self.eod = _find_eod(vocabulary, self.eos, eod_token, str(path))
+        self.eod = find_eod(vocabulary, self.eos, eod_token, str(path))
         self._hash = hashlib.sha256(content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -312,10 +332,8 @@ def _hugging_face(path: Path, eod_token: str | None, trust_remote_code: bool) ->
     # A stored post-processing length would silently cut or pad documents.
     core.no_truncation()
     core.no_padding()
-    specials = _special_tokens(file.parent)
-    return FastTokenizer(
-        "HuggingFaceTokenizer", core, specials, source=str(file), eod_token=eod_token
-    )
+    named = read_named_tokens(file.parent)
+    return FastTokenizer("HuggingFaceTokenizer", core, named, source=str(file), eod_token=eod_token)
 
 
 def _gpt2(vocab_file: str | None, merge_file: str | None, eod_token: str | None) -> Tokenizer:
@@ -332,45 +350,10 @@ def _gpt2(vocab_file: str | None, merge_file: str | None, eod_token: str | None)
             f"--vocab-file {vocab_file} and --merge-file {merge_file}: not a vocab.json and a"
             f" merges.txt ({error})"
         ) from error
-    specials = {"eos_token": "<|endoftext|>"}
-    return FastTokenizer("GPT2BPETokenizer", core, specials, source=vocab_file, eod_token=eod_token)
-
-
-def _special_tokens(directory: Path) -> dict[str, str]:
-    """bos, eos and pad as the files beside a ``tokenizer.json`` name them; the configuration wins
-    over the map.
-    """
-    found: dict[str, str] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        file = directory / name
-        if not file.is_file():
-            continue
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file}: not JSON ({error})") from error
-        for role in ("bos_token", "eos_token", "pad_token"):
-            token = content.get(role)
-            if isinstance(token, dict):
-                token = token.get("content")
-            if isinstance(token, str):
-                found[role] = token
-    return found
-
-
-def _find_eod(
-    vocabulary: dict[str, int], eos: int | None, eod_token: str | None, source: str
-) -> int:
-    if eod_token is not None:
-        if eod_token not in vocabulary:
-            raise ValueError(f"--eod-token {eod_token!r}: not in the vocabulary of {source}")
-        return vocabulary[eod_token]
-    if eos is not None:
-        return eos
-    for name in _EOD_NAMES:
-        if name in vocabulary:
-            return vocabulary[name]
-    raise ValueError(f"{source}: no end-of-document token found; {_EOD_HELP}")
+    # The two files have no field for it: GPT-2's own code knows the name.
+    known = core.token_to_id("<|endoftext|>") is not None
+    named = NamedTokens(tokens={"eos_token": ("<|endoftext|>", vocab_file)} if known else {})
+    return FastTokenizer("GPT2BPETokenizer", core, named, source=vocab_file, eod_token=eod_token)
 
 
 def _library(module: str, package: str, flag: str) -> Any:

@@ -3,6 +3,7 @@
 Owns text and names, no training state. Tested by ``tests/metrics/``.
 """
 
+from megamuon.console import write_line
 from megamuon.metrics.interval import (
     Interval,
     memory_sizes,
@@ -10,7 +11,7 @@ from megamuon.metrics.interval import (
     tokens_per_second,
 )
 from megamuon.metrics.log_line import LogRecord, log_line, memory_line, perplexity, validation_block
-from megamuon.metrics.progress import ProgressDisplay, write_line
+from megamuon.metrics.progress import ProgressDisplay
 from megamuon.metrics.timers import Timers, slowest, timer_summary
 from megamuon.metrics.writers import MetricsWriter, WriterError, build_writer
 

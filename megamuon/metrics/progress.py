@@ -13,19 +13,11 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from megamuon.console import write_line, write_text
+
 MODES = ("auto", "on", "off")
 MINIMUM_SECONDS = 0.1  # between two redraws: a terminal over a slow link must not slow training
 ERASE = "\r\x1b[2K"
-
-
-def write_line(text: str, stream: TextIO) -> None:
-    """Write a whole line at once.
-
-    Ranks share a log. ``print`` hands text and line break over apart, and where standard output is
-    unbuffered another rank's line can come between them.
-    """
-    stream.write(f"{text}\n")
-    stream.flush()
 
 
 class ProgressDisplay:
@@ -44,7 +36,8 @@ class ProgressDisplay:
         if mode not in MODES:
             raise ValueError(f"--progress is {mode!r}: choose one of {', '.join(MODES)}")
         self._stream = sys.stderr if stream is None else stream
-        self.enabled = mode == "on" or (mode == "auto" and self._stream.isatty())
+        terminal = self._stream is not None and self._stream.isatty()
+        self.enabled = mode == "on" or (mode == "auto" and terminal)
         self._total = total
         self._first = done
         self._clock = clock
@@ -83,13 +76,11 @@ class ProgressDisplay:
 
     def _draw(self) -> None:
         if self.enabled and self._text:
-            self._stream.write(ERASE + self._text[: max(10, self._columns() - 1)])
-            self._stream.flush()
+            write_text(ERASE + self._text[: max(10, self._columns() - 1)], self._stream)
 
     def _erase(self) -> None:
         if self.enabled and self._text:
-            self._stream.write(ERASE)
-            self._stream.flush()
+            write_text(ERASE, self._stream)
 
 
 def duration(seconds: float) -> str:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megamuon.arguments import ConfigError
 from megamuon.checkpoint import CheckpointError
 from megamuon.collectives import CollectiveError
+from megamuon.console import write_text
 from megamuon.matrices import RoutingError
 from megamuon.mesh import MeshError, backend_reason
 from megamuon.metrics import WriterError, write_line
@@ -187,6 +188,6 @@ def leave_group() -> None:
 
 def end_process(code: int) -> None:
     """Leave at once, without destructors that may wait for peers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    write_text("", sys.stdout)
+    write_text("", sys.stderr)
     os._exit(code)

@@ -14,7 +14,7 @@ PACKAGE = "megamuon"
 
 # Floors, from the bottom. A module may import its own floor and those below, never one above.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("kernels", "data", "arguments", "mesh", "matrices"),
+    ("kernels", "data", "arguments", "mesh", "matrices", "console"),
     ("optim", "ownership", "sharding", "models"),
     ("collectives", "checkpoint"),
     ("runtime", "tools"),
@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # Rooms that may import less than their floor would allow.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "matrices": frozenset(),
+    "console": frozenset(),
     "arguments": frozenset(),
     "mesh": frozenset(),
     "ownership": frozenset({"matrices"}),

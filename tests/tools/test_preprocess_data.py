@@ -213,16 +213,15 @@ def test_empty_corpora_are_errors(tmp_path: Path) -> None:
 
 
 def test_kinds_of_files(tmp_path: Path) -> None:
-    names = ("a.jsonl", "b.json", "c.txt", "d.jsonl.gz", "e.py")
+    names = ("a.jsonl", "b.json", "c.txt", "d.jsonl.gz", "e.py", "F.NDJSON")
     for name in names:
         (tmp_path / name).write_text("x")
     paths = [str(tmp_path / name) for name in names]
-    lines, texts = find_files(paths, CorpusOptions())
-    assert [Path(p).name for p in lines] == ["a.jsonl", "b.json", "d.jsonl.gz"]
-    assert [Path(p).name for p in texts] == ["c.txt", "e.py"]
-    lines, texts = find_files([str(tmp_path)], CorpusOptions())
-    assert [Path(p).name for p in lines] == ["a.jsonl", "d.jsonl.gz"]
-    assert [Path(p).name for p in texts] == ["b.json", "c.txt", "e.py"]
+    for inputs in (paths, [str(tmp_path)]):  # one rule for files and folders
+        found = find_files(inputs, CorpusOptions())
+        lines = {Path(p).name for p in found.lines}
+        assert lines == {"a.jsonl", "d.jsonl.gz", "F.NDJSON"}
+        assert {Path(p).name for p in found.texts} == set(names) - lines
 
 
 class DyingTokenizer(ByteTokenizer):

@@ -45,6 +45,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 
 from megamuon.collectives.host_library import available  # noqa: E402
+from megamuon.console import run_script  # noqa: E402
 from tools.bench import collectives_latency as latency  # noqa: E402
 from tools.bench.collectives_ranks import OPERATIONS, VALUES, Job, work  # noqa: E402
 from tools.bench.collectives_report import chart, figures, merge, table  # noqa: E402
@@ -241,4 +242,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from megamuon.console import run_script  # noqa: E402
 from megamuon.data import native  # noqa: E402
 from megamuon.data.blend import blend_indices  # noqa: E402
 from megamuon.data.build import DataSpec, build_train_valid_test  # noqa: E402
@@ -284,4 +285,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
+from megamuon.console import run_script  # noqa: E402
 from megamuon.models import PRESETS  # noqa: E402
 from tools.bench.common import run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.bench.line_ranks import Schedule, work  # noqa: E402
@@ -218,4 +219,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megamuon.console import run_script  # noqa: E402
 from megamuon.data.build import AnyDataset, DataSpec, build_train_valid_test, collate  # noqa: E402
 from megamuon.data.tokenizer import ByteTokenizer  # noqa: E402
 from megamuon.mesh import Mesh  # noqa: E402
@@ -393,4 +394,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

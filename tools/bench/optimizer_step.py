@@ -42,6 +42,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from megamuon.console import run_script  # noqa: E402
 from tools.bench.common import count_collectives, run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.bench.optimizer_systems import (  # noqa: E402
     Fsdp2,
@@ -241,4 +242,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

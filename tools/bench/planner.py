@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megamuon.console import run_script  # noqa: E402
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route  # noqa: E402
 from megamuon.ownership import (  # noqa: E402
     POLICY_NAMES,
@@ -96,4 +97,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

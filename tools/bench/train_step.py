@@ -44,6 +44,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own messages
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megamuon.console import run_script  # noqa: E402
 from megamuon.ownership import OwnershipPlan  # noqa: E402
 from tools.bench.common import count_collectives, run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.bench.footprint import (  # noqa: E402
@@ -341,4 +342,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))
