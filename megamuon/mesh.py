@@ -217,13 +217,22 @@ def initialise(
             f"{' and '.join(missing)} not set: "
             f"start {mesh.world_size} ranks with torchrun, or give a rendezvous URL"
         )
-    dist.init_process_group(
-        mesh.backend,
-        init_method=init_method or "env://",
-        rank=mesh.rank,
-        world_size=mesh.world_size,
-        timeout=timeout,
-    )
+    try:
+        dist.init_process_group(
+            mesh.backend,
+            init_method=init_method or "env://",
+            rank=mesh.rank,
+            world_size=mesh.world_size,
+            timeout=timeout,
+        )
+    except (dist.DistNetworkError, RuntimeError) as error:
+        if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
+            raise
+        where = init_method or f"MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise MeshError(
+            f"{where}: another program listens on this port of rank 0's machine; choose a free one "
+            "(MASTER_PORT=, or torchrun's --master-port; on one machine --standalone finds one)"
+        ) from error
 
 
 def backend_reason(error: BaseException) -> str:

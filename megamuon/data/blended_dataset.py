@@ -41,7 +41,7 @@ class BlendedDataset(Dataset[Item]):
         self.parts = tuple(parts)
         self._places = tuple(range(len(parts)) if places is None else places)
         self.split = self.parts[0].spec.split
-        self._weights = tuple(weights)
+        self.weights = tuple(weights)
         self._size = size
         self._lengths = [len(part) for part in self.parts]
         if cache is None or directory is None:
@@ -63,7 +63,7 @@ class BlendedDataset(Dataset[Item]):
         if self._size is None:
             built = exhaustive_indices(self._lengths)
         else:
-            built = blend_indices(self._weights, self._size)
+            built = blend_indices(self.weights, self._size)
         # What is checked here need not be when it is loaded: the lengths are in the cache's key.
         names = [part.sequences.path for part in self.parts]
         check_draws(np.asarray(built[0]), self._lengths, names)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megamuon.arguments import ConfigError, ExtraArgsProvider, ParsedConfig, parse_config
+from megamuon.arguments import Config, ConfigError, ExtraArgsProvider, ParsedConfig, parse_config
+from megamuon.data.blend import parse_blend
 from megamuon.mesh import MeshError, local_world_size, mesh_from_environment
 from megamuon.metrics import write_line
 from megamuon.models import PRESETS
@@ -22,6 +23,25 @@ EXIT_USAGE = 2
 # A launcher ends the other ranks when the first one fails: let local rank 0 speak before that.  A
 # rank that still lives afterwards was started by hand, and its line may be the only one.
 SILENT_SECONDS = 3.0
+
+
+def data_problems(config: Config) -> list[str]:
+    """What is wrong with the word lists of the data flags, read as the datasets will read them."""
+    flags = config.data
+    lists = {
+        "--data-path": flags.data_path,
+        "--train-data-path": flags.train_data_path,
+        "--valid-data-path": flags.valid_data_path,
+        "--test-data-path": flags.test_data_path,
+    }
+    problems: list[str] = []
+    for flag, words in lists.items():
+        try:
+            if words:
+                parse_blend(words, flag)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
 
 
 def parse_command_line(
@@ -36,7 +56,7 @@ def parse_command_line(
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return parse_config(
+        parsed = parse_config(
             words,
             presets=PRESETS,
             world_size=mesh_from_environment(device="cpu").world_size,
@@ -45,6 +65,10 @@ def parse_command_line(
             extra_args_provider=extra_args_provider,
             read_checkpoint_args=read_checkpoint_args,
         )
+        problems = data_problems(parsed.config)
+        if problems:
+            raise ConfigError(problems)
+        return parsed
     except (ConfigError, MeshError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             write_line(f"error: {error}".replace("\n", "\nerror: "), sys.stderr)

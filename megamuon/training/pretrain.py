@@ -22,6 +22,7 @@ from torch import nn
 
 from megamuon.arguments import Config, ParsedConfig
 from megamuon.checkpoint import Ranks
+from megamuon.data.identity import describe_data
 from megamuon.mesh import Mesh, initialise, mesh_from_environment
 from megamuon.metrics import Timers
 from megamuon.models import GPTConfig, flops_per_token
@@ -261,6 +262,9 @@ class _Run:
             checkpoints.last_saved = self._already_saved(source, progress)
         self.phase("reading datasets")
         datasets = self.datasets_provider(list(sample_counts(config, progress)))
+        if mesh.rank == 0:
+            for line in describe_data(datasets):
+                self.console.first(line)
         sync = torch.cuda.synchronize if mesh.device.type == "cuda" else None
         level = config.logging.timing_log_level
         timers = Timers(
