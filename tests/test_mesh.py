@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import socket
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
@@ -168,3 +169,18 @@ def test_two_ranks_meet_through_a_file(tmp_path: Path) -> None:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0, 0]
     assert [results.get(), results.get()] == [3.0, 3.0]
+
+
+def test_a_taken_port_is_called_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (world | {"MASTER_PORT": str(port)}).items():
+            monkeypatch.setenv(name, value)
+        mesh = mesh_from_environment(device="cpu")
+        with pytest.raises(MeshError, match=rf"MASTER_PORT={port}: another program listens"):
+            initialise(mesh, timeout_minutes=0.5)
+        with pytest.raises(MeshError, match=rf"tcp://127.0.0.1:{port}: another program"):
+            initialise(mesh, timeout_minutes=0.5, init_method=f"tcp://127.0.0.1:{port}")

@@ -40,11 +40,12 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def tree(tmp_path: Path) -> Path:
     """A small csrc, whose library has one function that returns what its header says."""
     root = tmp_path / "clone"
-    for folder in ("bindings", "pool", "tests"):
+    for folder in ("bindings", "data", "pool", "tests"):
         (root / "csrc" / folder).mkdir(parents=True)
     shutil.copy(ROOT / "csrc" / "build.py", root / "csrc")
     write(root, "pool/number.h", "#define NUMBER 1\n")
     write(root, "pool/segment.cpp", "int unused_here();\n")
+    write(root, "data/index.cpp", "int unused_there();\n")
     write(root, "tests/driver.cpp", "int main() {}\n")
     write(
         root,

@@ -105,6 +105,50 @@ def test_weighted_blend(prefixes: list[str], tmp_path: Path) -> None:
     assert threaded.digest == train.digest
 
 
+@pytest.mark.parametrize("weights", [("1.0",), ("0.5", "0"), ("0.0", "2")])
+@pytest.mark.parametrize("flag", ["data_path", "train_data_path"])
+def test_a_blend_of_one_is_its_part(
+    prefixes: list[str], tmp_path: Path, flag: str, weights: tuple[str, ...]
+) -> None:
+    drawn = next(place for place, weight in enumerate(weights) if float(weight))
+    places = [str(tmp_path / "absent")] * len(weights)  # what is not drawn need not be there
+    places[drawn] = prefixes[0]
+    words = [word for pair in zip(weights, places, strict=True) for word in pair]
+    split = "80,20,0" if flag == "data_path" else None
+    for samples in (50, 500, None):
+        sizes = (samples, 5, 0)
+        plain = spec(split=split, samples=sizes, **{flag: [prefixes[0]]})
+        weighted = spec(split=split, samples=sizes, **{flag: words})
+        for mine, other in zip(
+            build_train_valid_test(weighted), build_train_valid_test(plain), strict=True
+        ):
+            assert type(mine) is type(other)
+            assert getattr(mine, "digest", None) == getattr(other, "digest", None)
+
+
+def test_parts_of_weight_zero_are_never_drawn(prefixes: list[str], tmp_path: Path) -> None:
+    tiny = write_corpus(tmp_path / "tiny", [[1, 0]])  # no sample of this length
+    words = ["0", tiny, "1", prefixes[0], "1", prefixes[1]]
+    with_zero = build_train_valid_test(spec(data_path=words, samples=(101, 0, 0)))[0]
+    without = build_train_valid_test(spec(data_path=words[2:], samples=(101, 0, 0)))[0]
+    assert isinstance(with_zero, BlendedDataset)
+    assert isinstance(without, BlendedDataset)
+    assert with_zero.digest == without.digest
+    assert {int(with_zero[place]["dataset_id"]) for place in range(20)} == {1, 2}  # as given
+
+
+def test_one_file_twice_on_several_threads(prefixes: list[str], tmp_path: Path) -> None:
+    for turn in range(5):
+        cache = str(tmp_path / f"cache{turn}")
+        words = [prefixes[0]] * 4
+        made = build_train_valid_test(
+            spec(data_path=words, builder_threads=4, data_cache_path=cache)
+        )[0]
+        assert isinstance(made, BlendedDataset)
+        assert len({part.digest for part in made.parts}) == 1
+        assert not list(Path(cache).glob("*.tmp-*"))
+
+
 def test_unweighted_blends(prefixes: list[str]) -> None:
     every = build_train_valid_test(spec(data_path=prefixes, samples=(None, 0, 0)))[0]
     assert isinstance(every, BlendedDataset)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megamuon.data import index_cache
 from megamuon.data.index_cache import (
     Arrays,
     CacheEntry,
@@ -18,6 +20,7 @@ from megamuon.data.index_cache import (
     Ranks,
     hash_arrays,
 )
+from megamuon.data.temporary import temporary_path
 
 
 def entry(directory: Path, **inputs: object) -> CacheEntry:
@@ -81,6 +84,38 @@ def test_trust_skips_the_hash(tmp_path: Path) -> None:
     where.path("a").write_bytes(content)
     arrays, _ = IndexCache(trust=True).arrays(where, build)
     assert (len(calls), int(arrays["a"][-1])) == (1, 99)
+
+
+def test_what_is_untouched_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, build = counting()
+    where = entry(tmp_path, seed=1)
+    IndexCache().arrays(where, build)
+    hashed: list[Arrays] = []
+    monkeypatch.setattr(index_cache, "hash_arrays", lambda a: (hashed.append(a), hash_arrays(a))[1])
+    IndexCache().arrays(where, build)
+    assert (len(calls), len(hashed)) == (1, 0)
+    shutil.copytree(tmp_path, tmp_path / "copy")  # other times: hashed, and not built again
+    moved = entry(tmp_path / "copy", seed=1)
+    IndexCache().arrays(moved, build)
+    assert (len(calls), len(hashed)) == (1, 1)
+
+
+def test_a_change_cannot_hide_behind_the_old_time(tmp_path: Path) -> None:
+    calls, build = counting()
+    where = entry(tmp_path, seed=1)
+    IndexCache().arrays(where, build)
+    path = where.path("a")
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[-8] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    arrays, _ = IndexCache().arrays(where, build)
+    assert (len(calls), arrays["a"].tolist()) == (2, [1, 2, 3, 4, 5])
+
+
+def test_names_of_unfinished_files_differ_between_threads(tmp_path: Path) -> None:
+    names = {temporary_path(tmp_path / "x") for _ in range(100)}
+    assert len(names) == 100
 
 
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megamuon.data.gpt_dataset import MockSequences
 from megamuon.data.indexed import (
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -127,6 +128,28 @@ def test_reading(prefix: str, mmap: bool) -> None:
         read[4]
     with pytest.raises(ValueError, match="step 2"):
         read[0:4:2]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_places_that_have_wrapped_are_refused(prefix: str, mmap: bool) -> None:
+    read = IndexedDataset(prefix, mmap=mmap)
+    for place in (-1, -3, np.int32(-3), 4, 2**31):
+        with pytest.raises(IndexError, match=f"sequence {place} of 4"):
+            read.get(place)
+    with pytest.raises(IndexError, match="sequence -1 of 100000"):
+        MockSequences(100, 0).get(-1)
+
+
+def test_lengths_are_summed_as_integers(tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(tmp_path / "sums", "uint16")
+    wide = np.array([2**31 - 1, 2**31 - 1, 6], dtype=np.int32)  # 4 in 32 bits
+    with pytest.raises(ValueError, match="a document of 4 items has lengths"):
+        builder.add_document([1, 2, 3, 4], wide)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a document of 1 items has lengths"):
+        builder.add_document([1], [3, -2])
+    builder.add_document([1, 2, 3], np.array([2, 1], dtype=np.int8))  # type: ignore[arg-type]
+    builder.finalize()
+    assert IndexedDataset(tmp_path / "sums").lengths.tolist() == [2, 1]
 
 
 def test_an_empty_dataset_is_legal(tmp_path: Path) -> None:

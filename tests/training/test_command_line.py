@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -47,3 +48,33 @@ def test_other_local_ranks_speak_late_and_in_one_line(
         parse_command_line(flags(lr=None, zero_stage=5))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rank 1: error: --")
+
+
+@pytest.mark.parametrize(
+    ("flag", "words", "part"),
+    [
+        ("--data-path", "0.3 a x b", "mixes weights and prefixes"),
+        ("--train-data-path", "0 a 0 b", "not all zero"),
+        ("--valid-data-path", "1 2", "only numbers"),
+        ("--test-data-path", "0.3:a b", "stands among weight:prefix words"),
+        ("--data-path", "-1 a 2 b", "not negative"),
+        ("--data-path", "nan a 2 b", "finite"),
+    ],
+)
+def test_a_bad_blend_is_a_bad_command_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flag: str, words: str, part: str
+) -> None:
+    plain = [word for word in flags() if word != "--mock-data"]
+    more = [] if flag in ("--data-path", "--train-data-path") else ["--train-data-path", "a"]
+    listed = tmp_path / "words"
+    listed.write_text(words)
+    forms = [[flag, *words.split()]]
+    if flag == "--data-path":
+        forms.append(["--data-args-path", str(listed)])
+    for form in forms:
+        with pytest.raises(SystemExit) as stopped:
+            parse_command_line([*plain, *more, *form])
+        assert stopped.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"error: {flag}: ")
+        assert part in line
