@@ -215,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("MEGAMUON_TRACEBACK", "0") not in ("", "0"):
             raise
         name = "" if isinstance(error, EXPLAINED) else f"{type(error).__name__}: "
+        if isinstance(error, OSError) and error.filename is None:  # a write: the disk is full
+            name = f"--output-prefix {args.output_prefix}: "
         print(f"preprocess_data.py: error: {name}{first_line(error)}", file=sys.stderr)
         return 1
     show(figures)

@@ -13,6 +13,7 @@ There is no communication in here: the caller passes a barrier and compares the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -73,13 +74,13 @@ class CacheEntry:
     names: tuple[str, ...]
     inputs: Mapping[str, Any] = field(hash=False)
 
-    @property
+    @functools.cached_property
     def description(self) -> str:
         """Canonical text of the inputs."""
         content = {"format": FORMAT, "kind": self.kind, "split": self.split, "inputs": self.inputs}
         return json.dumps(content, indent=4, sort_keys=True)
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         """The address: a hash of the description."""
         return hashlib.sha256(self.description.encode()).hexdigest()[:32]
