@@ -141,7 +141,10 @@ class OptimizerFlags:
         "iterate on the matrix, on its Gram matrix, or on whichever costs less for the shape",
     )
     ns_dtype: Literal["auto", "fp32", "fp16", "bf16"] = flag(
-        "auto", "dtype of the iteration; auto = fp16 on GPUs, fp32 on CPUs (fp64 with --fp64)"
+        "auto",
+        "dtype of the iteration; auto = fp16 on GPUs; on CPUs bf16 where a measurement at the "
+        "start finds it faster on all ranks, else fp32; a resumed run keeps what it had (fp64 "
+        "with --fp64)",
     )
     ns_restarts: tuple[int, ...] | None = flag(
         None,

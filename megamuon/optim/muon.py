@@ -105,7 +105,7 @@ class MuonConfig:
     ) -> MuonConfig:
         """``torch.optim.Muon``, with its argument names and defaults and bit for bit its results
         (torch 2.13): EMA momentum, BF16 iteration with the norm taken in BF16, the standard
-        form. Slow on CPUs, which emulate BF16.
+        form. Slow on CPUs without AMX or AVX512-BF16, which emulate BF16.
         """
         return cls(
             momentum=momentum,

@@ -2,7 +2,9 @@
 
 Owns ``NewtonSchulzConfig``, ``NewtonSchulzPlan`` and the ``Counter`` of what ran. Invariant: a plan
 depends only on the configuration, the shape, the kind of device and the input's dtype, so every
-rank and every restart of a run comes to the same one. Tested by ``tests/optim/test_ns_plan.py``.
+rank and every restart of a run comes to the same one. What a CPU is fast at is part of the
+configuration (``cpu_dtype``): whoever measures it (``ns_probe``) sees to it that all ranks agree.
+Tested by ``tests/optim/test_ns_plan.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from megamuon.optim.coefficients import (
 
 Form = Literal["auto", "standard", "gram"]
 DtypeName = Literal["auto", "fp64", "fp32", "fp16", "bf16"]
+CpuDtype = Literal["fp32", "bf16"]
 Normalization = Literal["max", "clamp", "add"]
+
+# On CPUs small matrices spend their time in calls. Measured with AVX512-BF16 on one thread:
+# below so many rows FP32 is faster than BF16 (50 x 87: 0.18 against 0.43 ms) ...
+LEAST_ROWS = 112
+# ... and the further calls of the Gram form cost as much as so many multiplications and additions
+# (50 x 87: 0.22 against 0.18 ms of the standard form).
+_CALLS = {torch.float32: 2.4e6, torch.float64: 2.4e6, torch.bfloat16: 2e7, torch.float16: 2e7}
 
 _DTYPES = {
     "fp64": torch.float64,
@@ -75,8 +85,13 @@ class NewtonSchulzConfig:
     ``coefficients``: a set's name, or a tuple of (a, b, c). ``steps``: None takes the set's own
     number.
     ``form``: auto takes the Gram form where its aspect ratio alpha = long / short pays, alpha > 3 s
-    / (1 + s).
-    ``dtype``: auto iterates in FP64 for FP64 input, else in FP16 on CUDA and in FP32 elsewhere.
+    / (1 + s), and on CPUs only where that saves more than its further calls cost.
+    ``dtype``: auto iterates in FP64 for FP64 input, else in FP16 on CUDA, in ``cpu_dtype`` on CPUs
+    and in FP32 elsewhere.
+    ``cpu_dtype``: of auto on CPUs, for matrices of at least ``LEAST_ROWS`` rows and columns;
+    smaller ones are iterated in FP32. BF16 pays where the CPU multiplies it natively (AMX,
+    AVX512-BF16), which ``ns_probe.bf16_gain`` measures; elsewhere it is emulated, hundreds of
+    times slower.
     ``normalization``: ``max`` divides by max|G|, then by the norm (scale-invariant); ``clamp``
     divides by max(norm, eps) and ``add`` by norm + eps, as other implementations do. ``eps``: None
     takes the set's own. ``norm_in_iteration_dtype`` casts before taking the norm, as
@@ -92,6 +107,7 @@ class NewtonSchulzConfig:
     steps: int | None = None
     form: Form = "auto"
     dtype: DtypeName = "auto"
+    cpu_dtype: CpuDtype = "fp32"
     normalization: Normalization = "max"
     eps: float | None = None
     norm_in_iteration_dtype: bool = False
@@ -103,6 +119,7 @@ class NewtonSchulzConfig:
         for name, value, allowed in (
             ("form", self.form, ("auto", "standard", "gram")),
             ("dtype", self.dtype, ("auto", *_DTYPES)),
+            ("cpu_dtype", self.cpu_dtype, ("fp32", "bf16")),
             ("normalization", self.normalization, ("max", "clamp", "add")),
         ):
             if value not in allowed:
@@ -185,25 +202,46 @@ def _gram_restarts(config: NewtonSchulzConfig, dtype: torch.dtype) -> tuple[int,
     return None if found is None else found.positions
 
 
+def _saved(short: int, long: int, fraction: float, steps: int, restarts: int) -> float:
+    """Multiplications and additions that the Gram form saves: [T (2as + 2s + 2a)] - [(1 + r) 2a
+    (1 + s) + s (2T + 6 (T - 1 - r))] times n^3, with a = long / n; where it is 0, a = 3s / (1 + s).
+    """
+    ratio = long / short
+    each = 2.0 * ratio * (1.0 + fraction) - 6.0 * fraction
+    return (steps - 1 - restarts) * each * short**3
+
+
+def _dtype(
+    config: NewtonSchulzConfig, short: int, device_type: str, input_dtype: torch.dtype
+) -> torch.dtype:
+    if config.dtype != "auto":
+        return _DTYPES[config.dtype]
+    if input_dtype == torch.float64:
+        return torch.float64
+    if device_type == "cuda":
+        return torch.float16
+    if device_type == "cpu" and short >= LEAST_ROWS:
+        return _DTYPES[config.cpu_dtype]
+    return torch.float32
+
+
 @lru_cache(maxsize=4096)
 def _plan(
     config: NewtonSchulzConfig, short: int, long: int, device_type: str, input_dtype: torch.dtype
 ) -> NewtonSchulzPlan:
-    if config.dtype != "auto":
-        dtype = _DTYPES[config.dtype]
-    elif input_dtype == torch.float64:
-        dtype = torch.float64
-    else:
-        dtype = torch.float16 if device_type == "cuda" else torch.float32
-    use_symmetric = config.symmetric_kernel and symmetric.pays(short, device_type)
+    dtype = _dtype(config, short, device_type, input_dtype)
+    use_symmetric = config.symmetric_kernel and symmetric.pays(short, device_type, dtype)
     fraction = config.symmetric_fraction
     if fraction is None:
-        fraction = symmetric.time_fraction(short, device_type) if use_symmetric else 1.0
+        fraction = symmetric.time_fraction(short, device_type, dtype) if use_symmetric else 1.0
     restarts: tuple[int, ...] | None = None
     if config.form == "gram":
         restarts = config._restarts_or_raise(dtype)
     elif config.form == "auto" and long * (1.0 + fraction) > 3.0 * fraction * short:
         restarts = _gram_restarts(config, dtype)
+        if restarts is not None and device_type == "cpu":
+            saved = _saved(short, long, fraction, len(config.polynomials), len(restarts))
+            restarts = restarts if saved > _CALLS[dtype] else None
     return NewtonSchulzPlan(
         form="standard" if restarts is None else "gram",
         dtype=dtype,

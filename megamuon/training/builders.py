@@ -28,6 +28,7 @@ from megamuon.optim import (
     ShampooConfig,
     SoapConfig,
 )
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import PlannerSettings
 from megamuon.profiling import ProfilingSettings
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
@@ -187,8 +188,10 @@ def data_spec(
     )
 
 
-def muon_config(config: Config) -> MuonConfig:
-    """Muon's conventions; ``--muon-preset torch`` starts from those of ``torch.optim.Muon``."""
+def muon_config(config: Config, *, ns_cpu_dtype: CpuDtype = "fp32") -> MuonConfig:
+    """Muon's conventions; ``--muon-preset torch`` starts from those of ``torch.optim.Muon``.
+    ``ns_cpu_dtype``: what ``--ns-dtype auto`` means on CPUs.
+    """
     flags = config.optimizer
     if flags.muon_preset == "torch":
         preset = MuonConfig.torch_preset(
@@ -216,6 +219,7 @@ def muon_config(config: Config) -> MuonConfig:
             steps=flags.muon_num_ns_steps,
             form=flags.ns_form,
             dtype=flags.ns_dtype,
+            cpu_dtype=ns_cpu_dtype,
             restarts="auto" if flags.ns_restarts is None else flags.ns_restarts,
         ),
     )
@@ -248,15 +252,14 @@ def soap_config(config: Config) -> SoapConfig:
     )
 
 
-def optimizer_settings(config: Config) -> OptimizerSettings:
+def optimizer_settings(config: Config, *, ns_cpu_dtype: CpuDtype = "fp32") -> OptimizerSettings:
     """Which optimizer goes where."""
     flags = config.optimizer
+    muon = muon_config(config, ns_cpu_dtype=ns_cpu_dtype)
     return OptimizerSettings(
         matrices=flags.optimizer,
-        muon=muon_config(config),
-        normuon=NorMuonConfig(
-            muon=muon_config(config), beta2=flags.normuon_beta2, eps=flags.normuon_eps
-        ),
+        muon=muon,
+        normuon=NorMuonConfig(muon=muon, beta2=flags.normuon_beta2, eps=flags.normuon_eps),
         shampoo=shampoo_config(config),
         soap=soap_config(config),
         adamw=AdamWConfig(beta1=flags.adam_beta1, beta2=flags.adam_beta2, eps=flags.adam_eps),
@@ -267,7 +270,7 @@ def optimizer_settings(config: Config) -> OptimizerSettings:
     )
 
 
-def runtime_config(config: Config) -> RuntimeConfig:
+def runtime_config(config: Config, *, ns_cpu_dtype: CpuDtype = "fp32") -> RuntimeConfig:
     """How the model is sharded and its bytes move."""
     owners, precision = config.ownership, config.precision
     wide = torch.float64 if precision.fp64 else torch.float32
@@ -299,7 +302,7 @@ def runtime_config(config: Config) -> RuntimeConfig:
         ns_cost_file=owners.ns_cost_file,
         ns_cost_cache=owners.ns_cost_cache,
         seed=config.training.seed,
-        optimizer=optimizer_settings(config),
+        optimizer=optimizer_settings(config, ns_cpu_dtype=ns_cpu_dtype),
     )
 
 

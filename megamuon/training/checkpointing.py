@@ -37,10 +37,12 @@ from megamuon.checkpoint import (
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.optim import Schedule
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import OwnershipPlan, PlanError, Topology
 from megamuon.runtime import Runtime
 from megamuon.training.failures import TrainingError
 from megamuon.training.logging import Console
+from megamuon.training.ns_dtype import is_open
 
 OPTIMIZER_PREFIX = "optimizer."
 FORMAT = "safetensors"  # what the messages name
@@ -167,6 +169,15 @@ def _source(directory: Path, iteration: Iteration, ranks: Ranks, *, weights_only
         documents=read_documents(directory, iteration, ranks=ranks),
         weights_only=weights_only,
     )
+
+
+def stored_cpu_dtype(source: Source | None) -> CpuDtype | None:
+    """What ``--ns-dtype auto`` was in the run that this one resumes; None where nothing resumes
+    or nothing was chosen.  Releases that stored nothing iterated in FP32.
+    """
+    if source is None or source.weights_only:
+        return None
+    return source.documents.get("measured", {"ns_cpu_dtype": "fp32"}).get("ns_cpu_dtype")
 
 
 def check_arguments(config: Config, source: Source) -> None:
@@ -333,7 +344,11 @@ class RunCheckpoints:
             "counters": asdict(progress),
             "schedule": schedule.state_dict(),
             "plan": json.loads(runtime.plan.to_json()),
+            "measured": {},
         }
+        if is_open(self.config, self.mesh):
+            chosen = runtime.config.optimizer.muon.newton_schulz.cpu_dtype
+            documents["measured"] = {"ns_cpu_dtype": chosen}
         try:
             handle = self._store.save(
                 progress.iteration,

@@ -40,6 +40,7 @@ from megamuon.training.checkpointing import (
     Source,
     check_arguments,
     find_source,
+    stored_cpu_dtype,
 )
 from megamuon.training.descriptions import describe_grid, describe_optimizer, describe_plan
 from megamuon.training.exits import ExitWatch
@@ -60,6 +61,7 @@ from megamuon.training.logging import (
     write_config,
 )
 from megamuon.training.loop import Loop, Parts
+from megamuon.training.ns_dtype import choose_cpu_dtype
 from megamuon.training.reports import ForwardStep
 from megamuon.training.same_flags import check_same_flags
 from megamuon.training.sharded import ModelProvider, build_runtime
@@ -305,13 +307,21 @@ class _Run:
 
     def _runtime(self, source: Source | None) -> Runtime:
         plan = source.plan_for(self.mesh) if source is not None else None
+        iterated = choose_cpu_dtype(self.config, self.mesh, stored_cpu_dtype(source))
         runtime = build_runtime(
-            self.model_provider, self.config, self.mesh, layers=self.layers, plan=plan
+            self.model_provider,
+            self.config,
+            self.mesh,
+            layers=self.layers,
+            plan=plan,
+            ns_cpu_dtype=iterated.dtype,
         )
         self.console.first(describe_grid(self.config, self.mesh))
         self.console.first(runtime.report())
         self.console.first(describe_plan(runtime.plan, reused=runtime.plan is plan))
         self.console.first(describe_optimizer(self.config, runtime))
+        if iterated.line:
+            self.console.first(iterated.line)
         for line in runtime.notes():
             self.console.first(line)
         return runtime

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megamuon.arguments import Config
 from megamuon.matrices import Placement
 from megamuon.mesh import Mesh, new_group
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import Runtime, shard
 from megamuon.runtime.fully_sharded import fully_shard_model
@@ -68,12 +69,13 @@ def build_runtime(
     *,
     layers: Sequence[type[nn.Module]] | None = None,
     plan: OwnershipPlan | None = None,
+    ns_cpu_dtype: CpuDtype = "fp32",
 ) -> Runtime:
     """The provider's model on the ranks of ``mesh``, as the flags say: ``.model`` of the runtime.
 
     ``layers``: classes of the layer groups, else the model's ``layer_classes``.  ``plan``: a stored
-    one, for ``shard`` to reuse.  A collective.  Raises TrainingError, and what ``plan_sharding``,
-    ``shard`` and ``fully_shard_model`` raise.
+    one, for ``shard`` to reuse.  ``ns_cpu_dtype``: see ``training.ns_dtype``.  A collective.
+    Raises TrainingError, and what ``plan_sharding``, ``shard`` and ``fully_shard_model`` raise.
     """
     model = build_model(provider, config.training.seed)
     layers = layers or getattr(model, "layer_classes", None)
@@ -81,7 +83,7 @@ def build_runtime(
         raise TrainingError(
             f"{type(model).__name__} has no layer_classes: pass layers=(LayerClass,) to pretrain"
         )
-    settings = runtime_config(config)
+    settings = runtime_config(config, ns_cpu_dtype=ns_cpu_dtype)
     placements, initial = None, _filler(model)
     if mesh.tp > 1:
         placements, initial = _cut(model, provider, config, mesh)

@@ -39,9 +39,13 @@ def test_refuses_what_is_not_square() -> None:
         symmetric_product(torch.zeros(3, 4), torch.zeros(4, 5))
 
 
-def test_pays_only_for_large_matrices_on_cpus() -> None:
-    assert pays(1536, "cpu")
-    assert not pays(352, "cpu")
-    assert not pays(1536, "cuda")
-    assert time_fraction(352, "cpu") == 1.0
-    assert 0.625 <= time_fraction(1536, "cpu") < 0.9
+def test_pays_only_for_large_wide_matrices_on_cpus() -> None:
+    for dtype in (torch.float32, torch.float64):
+        assert pays(1536, "cpu", dtype)
+        assert not pays(352, "cpu", dtype)
+        assert not pays(1536, "cuda", dtype)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert not pays(1536, "cpu", dtype)
+        assert time_fraction(1536, "cpu", dtype) == 1.0
+    assert time_fraction(352, "cpu", torch.float32) == 1.0
+    assert 0.625 <= time_fraction(1536, "cpu", torch.float32) < 0.9

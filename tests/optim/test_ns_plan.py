@@ -22,25 +22,69 @@ def plan(
 
 
 def test_dtype_by_device_and_input() -> None:
-    assert plan(8, 64).dtype == torch.float32
-    assert plan(8, 64, input_dtype=torch.bfloat16).dtype == torch.float32
-    assert plan(8, 64, input_dtype=torch.float64).dtype == torch.float64
-    assert plan(8, 64, device="cuda").dtype == torch.float16
-    assert plan(8, 64, device="cuda", input_dtype=torch.float64).dtype == torch.float64
-    assert plan(8, 64, input_dtype=torch.float64).kernel == "gram/fp64"
-    assert plan(8, 64, input_dtype=torch.float64, dtype="fp32").kernel == "gram/fp32"
+    assert plan(64, 512).dtype == torch.float32
+    assert plan(64, 512, input_dtype=torch.bfloat16).dtype == torch.float32
+    assert plan(64, 512, input_dtype=torch.float64).dtype == torch.float64
+    assert plan(64, 512, device="cuda").dtype == torch.float16
+    assert plan(64, 512, device="cuda", input_dtype=torch.float64).dtype == torch.float64
+    assert plan(64, 512, input_dtype=torch.float64).kernel == "gram/fp64"
+    assert plan(64, 512, input_dtype=torch.float64, dtype="fp32").kernel == "gram/fp32"
+
+
+def test_dtype_of_auto_on_cpus_is_what_the_configuration_says() -> None:
+    assert plan(320, 320, cpu_dtype="bf16").dtype == torch.bfloat16
+    assert plan(320, 320).dtype == torch.float32
+    assert plan(320, 320, cpu_dtype="bf16", input_dtype=torch.float64).dtype == torch.float64
+    assert plan(320, 320, cpu_dtype="bf16", device="cuda").dtype == torch.float16
+    assert plan(320, 320, cpu_dtype="bf16", device="mps").dtype == torch.float32
+    assert plan(320, 320, cpu_dtype="bf16", dtype="fp32").dtype == torch.float32
+    assert plan(320, 320, dtype="bf16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(50, 87), (87, 50), (111, 4096), (4096, 111)])
+def test_small_matrices_of_auto_are_fp32_on_cpus(rows: int, cols: int) -> None:
+    assert plan(rows, cols, cpu_dtype="bf16").dtype == torch.float32
+    assert plan(rows, cols, dtype="bf16").dtype == torch.bfloat16  # as it was asked for
+    assert plan(112, 4096, cpu_dtype="bf16").dtype == torch.bfloat16
+
+
+def test_bf16_multiplies_whole_matrices_where_fp32_uses_symmetry() -> None:
+    assert plan(1024, 1024).kernel == "standard/fp32/symmetric"
+    assert plan(1024, 1024, cpu_dtype="bf16").kernel == "standard/bf16"
+    assert plan(1024, 1024, dtype="bf16").kernel == "standard/bf16"
+    assert plan(1024, 1024, dtype="fp16").kernel == "standard/fp16"
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "form"),
+    [
+        (50, 87, "standard"),  # the calls of the Gram form cost more than it saves
+        (87, 50, "standard"),
+        (20, 60, "standard"),
+        (64, 128, "standard"),
+        (64, 256, "gram"),
+        (320, 1024, "gram"),
+    ],
+)
+def test_small_matrices_take_the_standard_form_on_cpus(rows: int, cols: int, form: str) -> None:
+    for dtype in ("fp32", "fp64"):
+        assert plan(rows, cols, dtype=dtype).form == form
+    assert plan(rows, cols, device="cuda").form == "gram"
+    assert plan(rows, cols, form="gram").form == "gram"
+    assert plan(64, 256, dtype="bf16").form == "standard"  # its calls cost more
+    assert plan(320, 1024, dtype="bf16").form == "gram"
 
 
 @pytest.mark.parametrize(
     ("fraction", "rows", "cols", "form"),
     [
-        (1.0, 100, 150, "standard"),  # a tie at the break-even aspect ratio 1.5
-        (1.0, 100, 151, "gram"),
-        (1.0, 151, 100, "gram"),
-        (0.625, 100, 115, "standard"),  # 3 s / (1 + s) = 1.1538
-        (0.625, 100, 116, "gram"),
-        (0.5, 100, 100, "standard"),  # 1
-        (0.5, 100, 101, "gram"),
+        (1.0, 1000, 1500, "standard"),  # a tie at the break-even aspect ratio 1.5
+        (1.0, 1000, 1501, "gram"),
+        (1.0, 1501, 1000, "gram"),
+        (0.625, 1000, 1153, "standard"),  # 3 s / (1 + s) = 1.1538
+        (0.625, 1000, 1160, "gram"),
+        (0.5, 1000, 1000, "standard"),  # 1
+        (0.5, 1000, 1001, "gram"),
     ],
 )
 def test_break_even_aspect_ratio(fraction: float, rows: int, cols: int, form: str) -> None:
@@ -55,20 +99,20 @@ def test_break_even_follows_the_kernel_of_the_device() -> None:
 
 
 def test_restarts_by_dtype() -> None:
-    assert plan(8, 64).restarts == (2,)
-    assert plan(8, 64, coefficients="jordan").restarts == (3,)
-    assert plan(8, 64, device="cuda").restarts == (2,)
-    assert plan(8, 64, dtype="bf16").restarts == (2, 4)
-    assert plan(8, 64, coefficients="deepseek_v4").restarts == (2, 4, 6)
-    assert plan(8, 64, restarts=(1, 3)).restarts == (1, 3)
+    assert plan(64, 512).restarts == (2,)
+    assert plan(64, 512, coefficients="jordan").restarts == (3,)
+    assert plan(64, 512, device="cuda").restarts == (2,)
+    assert plan(128, 1024, dtype="bf16").restarts == (2, 4)
+    assert plan(64, 512, coefficients="deepseek_v4").restarts == (2, 4, 6)
+    assert plan(64, 512, restarts=(1, 3)).restarts == (1, 3)
 
 
 def test_standard_form_where_no_gram_form_is_safe() -> None:
-    assert plan(8, 64, coefficients="cans", device="cuda").form == "standard"
-    assert plan(8, 64, coefficients="cans").form == "gram"
-    assert plan(8, 64, steps=1).form == "standard"
+    assert plan(64, 512, coefficients="cans", device="cuda").form == "standard"
+    assert plan(64, 512, coefficients="cans").form == "gram"
+    assert plan(64, 512, steps=1).form == "standard"
     with pytest.raises(ValueError, match="'cans'.*no safe Gram form in fp16"):
-        plan(8, 64, coefficients="cans", device="cuda", form="gram")
+        plan(64, 512, coefficients="cans", device="cuda", form="gram")
 
 
 @pytest.mark.parametrize(
