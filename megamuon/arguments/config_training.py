@@ -129,10 +129,18 @@ class OptimizerFlags:
         "jordan",
         "polar_express_101",
         "polar_express_102",
+        "megatron_polar_express",
         "cans",
         "deepseek_v4",
         "cubic5",
-    ] = flag("polar_express", "coefficients of the Newton-Schulz polynomials")
+    ] = flag(
+        "polar_express",
+        "coefficients of the Newton-Schulz polynomials: polar_express, the paper's with safety "
+        "1.05 (gram-newton-schulz, DMuon); polar_express_101, the paper's own choices; "
+        "polar_express_102, dion's; megatron_polar_express, what Megatron calls polar_express; "
+        "quintic, Megatron's default; jordan, torch.optim.Muon's; cans, deepseek_v4 and cubic5, as "
+        "in Megatron",
+    )
     muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = flag(
         "highest", "given to torch.set_float32_matmul_precision"
     )

@@ -100,6 +100,17 @@ _POLAR_EXPRESS_102: tuple[Triple, ...] = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
+# The paper's eight, divided by the powers of 1.01 and rounded, as Megatron's optimizers list them.
+_MEGATRON_POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
+)
 
 _SETS: Mapping[str, CoefficientSet] = MappingProxyType(
     {
@@ -130,6 +141,17 @@ _SETS: Mapping[str, CoefficientSet] = MappingProxyType(
                 norm_factor=1.02,
                 source=(
                     "Polar Express, safety 1.02 baked into all but the last and on the norm (dion)"
+                ),
+            ),
+            CoefficientSet(
+                name="megatron_polar_express",
+                polynomials=_MEGATRON_POLAR_EXPRESS,
+                default_steps=5,
+                extension="repeat",
+                eps=1e-15,
+                source=(
+                    "Megatron's polar_express: safety 1.01 on all but the eighth, rounded to four"
+                    " digits, no factor on the norm (emerging-optimizers)"
                 ),
             ),
             CoefficientSet(

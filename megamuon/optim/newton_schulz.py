@@ -103,7 +103,9 @@ class _Products:
 def _standard(x: Tensor, polynomials: Sequence[Triple], products: _Products) -> Tensor:
     """X <- a X + (b R + c R^2) X with R = X X^T, for each (a, b, c)."""
     for a, b, c in polynomials:
-        x = _add(x, products.inner(products.gram(x), b, c), x, a)
+        gram = products.gram(x)
+        # A cubic takes b as the factor of its product, as Megatron's does: b R is not rounded.
+        x = _add(x, products.inner(gram, b, c), x, a) if c else _add(x, gram, x, a, b)
     return x
 
 
