@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megamuon.console import run_script
 from megamuon.models import GPT
+from megamuon.models.gpt import kept_tokens
 from megamuon.training import (
     build_datasets,
     model_config,
@@ -54,14 +55,16 @@ def forward_step(
     Without ``reset_positions`` every sample has the positions 0, 1, 2, ..., which the model knows.
     """
     batch = next(data_iterator)
+    mask = kept_tokens(batch["labels"], batch["loss_mask"])  # without what is labelled -100
     losses = model(
         batch["tokens"],
         position_ids=batch["position_ids"] if reset_positions else None,
         labels=batch["labels"],
+        loss_mask=mask,  # routers count what has a loss
         document_ids=batch.get("document_ids"),  # with --reset-attention-mask
     )
     balance = getattr(model, "auxiliary_loss", None)  # of a mixture of experts
-    return losses, partial(loss_function, batch["loss_mask"], balance=balance)
+    return losses, partial(loss_function, mask, balance=balance)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamuon.kernels.cross_entropy import IGNORED
 from megamuon.kernels.rope import RotaryTable
 from megamuon.models.attention import Rotary, SelfAttention
 from megamuon.models.config import GPTConfig
@@ -146,6 +147,17 @@ def counted_tokens(loss_mask: Tensor | None, attention_mask: Tensor | None) -> T
     return counted
 
 
+def kept_tokens(labels: Tensor | None, loss_mask: Tensor | None) -> Tensor | None:
+    """``loss_mask`` with 0 where the label says that there is no loss; None: all tokens are kept.
+
+    ``(batch, positions)``, of the mask's dtype, bool without a mask.
+    """
+    if labels is None:
+        return loss_mask
+    ignored = labels == IGNORED
+    return ignored.logical_not() if loss_mask is None else loss_mask.masked_fill(ignored, 0)
+
+
 def document_mask(document_ids: Tensor) -> Tensor:
     """Mask (True: may be seen) for causal attention inside documents.
 
@@ -220,9 +232,10 @@ class GPT(nn.Module):
         """Logits ``(batch, positions, vocabulary)``, or per-token losses ``(batch, positions)`` if
         labels are given.
 
-        tokens, position_ids, labels: ``(batch, positions)`` int64; the label -100 gives loss 0.
-        Labels are already shifted, as in Megatron's batches.  loss_mask ``(batch, positions)``:
-        tokens where it is 0 get loss 0; other weights are the loss function's business.
+        tokens, position_ids, labels: ``(batch, positions)`` int64.  Labels are already shifted, as
+        in Megatron's batches.  loss_mask ``(batch, positions)``: tokens where it is 0 get loss 0,
+        and routers do not count them; other weights are the loss function's business.  The label
+        -100 is the same as a mask of 0.
         attention_mask: bool ``(batch or 1, 1, positions, positions)``, True where a key is *masked*
         (Megatron's convention).  document_ids ``(batch, positions)``: attention stays inside equal
         ids.  Without either, attention is causal.  Losses are FP32 (FP64 for FP64 models), in nats.
@@ -239,6 +252,7 @@ class GPT(nn.Module):
             mask = attention_mask.logical_not()
         counted = None
         if self.config.num_experts is not None:
+            loss_mask = kept_tokens(labels, loss_mask)
             counted = counted_tokens(loss_mask, attention_mask)
         hidden, statistics = self.model(tokens, position_ids, mask, counted)
         result = self.loss(self.lm_head(hidden), labels)

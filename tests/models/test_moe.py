@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -203,6 +204,61 @@ def test_masked_tokens_are_not_counted() -> None:
     dense = filled(small_config())
     dense(ids, labels=ids)
     assert dense.auxiliary_loss is None
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_label_of_no_loss_is_a_mask_of_0(scope: str, share: float, recompute: bool) -> None:
+    """Losses, load balancing and all gradients, for any share of such labels, also all of them."""
+    setting = RecomputeConfig(granularity="full", method="uniform", num_layers=1)
+    config = moe_config(
+        aux_loss_scope=scope,
+        aux_loss_coefficient=0.5,
+        recompute=setting if recompute else RecomputeConfig(),
+    )
+    ids = tokens(2, 16)
+    mask = torch.rand(2, 16) >= share
+    results = []
+    for inputs in (
+        {"labels": ids, "loss_mask": mask.double()},
+        {"labels": ids.masked_fill(~mask, -100)},
+        {"labels": ids.masked_fill(~mask, -100), "loss_mask": torch.ones(2, 16)},
+        {"labels": ids.masked_fill(~mask, -100), "loss_mask": mask},
+    ):
+        model = filled(config, torch.float64, scale=2.0)
+        losses = model(ids, **inputs)
+        (losses.sum() / mask.sum().clamp_min(1)).backward()
+        results.append((losses.detach(), model.auxiliary_loss, gradients(model)))
+    for losses, auxiliary, found in results[1:]:
+        assert torch.equal(losses, results[0][0])
+        assert torch.equal(auxiliary, results[0][1])
+        for name, gradient in results[0][2].items():
+            assert torch.equal(found[name], gradient), name
+
+
+def test_load_balancing_does_not_grow_with_tokens_over_kept() -> None:
+    """The mean over kept tokens adds the coefficient times the loss once, whatever is left out."""
+    model, ids = (
+        filled(moe_config(aux_loss_coefficient=0.5), torch.float64, scale=2.0),
+        tokens(2, 16),
+    )
+    labels = ids.clone()
+    labels[:, ::2] = -100
+    model(ids, labels=labels).sum().div(16).backward()
+    found = gradients(model)["model.layers.0.mlp.gate.weight"].clone()
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.config = replace(model.config, aux_loss_coefficient=0.0)
+    model(ids, labels=labels).sum().div(16).backward()
+    bare = gradients(model)["model.layers.0.mlp.gate.weight"].clone()
+    counted = labels != -100
+    hidden, statistics = model.model(ids, None, None, counted)
+    (auxiliary,) = torch.autograd.grad(
+        0.5 * balancing_loss(statistics, model.config.router_top_k),
+        [model.model.layers[0].mlp.gate.weight],
+    )
+    torch.testing.assert_close(found - bare, auxiliary, rtol=1e-9, atol=1e-12)
 
 
 def test_attached_gradient_by_hand() -> None:

@@ -43,7 +43,14 @@ from tools.pretrain_default import prepare_data  # noqa: E402
 
 SPLIT = "95,4,1"
 STEPS = {"tiny": 120, "nano": 300}  # of AdamW
-RATES = {"tiny": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2), "nano": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1)}
+# Of each optimizer five, a factor of 2 apart, around its best.
+RATES = {
+    "tiny": {
+        "muon": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
+        "adamw": (1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2),
+    },
+    "nano": {"muon": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1), "adamw": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2)},
+}
 SEEDS = 3
 VALIDATION = 64  # samples
 
@@ -193,7 +200,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--models", default="tiny,nano", help="one or both")
     add("--ranks", type=int, default=2, help="Gloo ranks on this machine")
     add("--line", choices=("C", "D"), default="D")
-    add("--rates", help="peak learning rates, as 0.01,0.02; default: five of each model")
+    add("--rates", help="of both optimizers, as 0.01,0.02; default: five of each")
     add("--seeds", type=int, default=SEEDS)
     add("--samples", type=int, default=8, help="of a step, over all ranks")
     add("--length", type=int, default=256, help="tokens of a sample")
@@ -244,7 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     models: dict[str, dict[str, Any]] = {}
     for name in options.models:
-        rates = options.rates or RATES[name]
+        rates = RATES[name]
+        if options.rates is not None:
+            rates = dict.fromkeys(OPTIMIZERS, options.rates)
         budget = Budget(model=name, steps=steps_of(name, options.budget), rates=rates)
         data = corpus(options, plan, budget)
         with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -60,7 +61,7 @@ class Budget:
 
     model: str
     steps: int
-    rates: tuple[float, ...]
+    rates: Mapping[str, tuple[float, ...]]  # by optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,7 @@ def work(
             final = found[key]["curve"][-1][1]
             return final if final == final else float("inf")
 
-        losses = {rate: one(rate, 0) for rate in budget.rates}
+        losses = {rate: one(rate, 0) for rate in budget.rates[name]}
         best = min(losses, key=lambda rate: losses[rate])
         for seed in range(1, plan.seeds):
             one(best, seed)
