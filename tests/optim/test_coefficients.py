@@ -53,7 +53,11 @@ def test_safety_of_the_default_is_on_all_five() -> None:
         (3.160400, -2.149650, 0.399637),
         (2.191097, -1.441662, 0.328146),
     )
-    np.testing.assert_allclose(default("polar_express"), published, atol=6e-7)
+    found = default("polar_express")
+    assert len(found) == len(published)
+    for mine, theirs in zip(found, published, strict=True):
+        assert mine == pytest.approx(theirs, abs=6e-7, rel=0)
+    assert found[4][0] * 1.05 == pytest.approx(2.300652019954817, rel=1e-12)  # the last one too
 
 
 def test_polar_express_of_the_paper_exempts_only_the_eighth() -> None:

@@ -65,7 +65,11 @@ def all_runs(
     rank: int, world: int, runs: dict[str, tuple[list[Case], Schedule]]
 ) -> dict[str, dict[str, Any]]:
     found = {name: work(rank, world, *run) for name, run in runs.items()}
-    return found | {"calls": counted_calls(rank, world), "blocked": blocked_seconds(rank)}
+    return found | {
+        "calls": counted_calls(rank, world),
+        "wire": calls_on_the_wire(rank, world),
+        "blocked": blocked_seconds(rank),
+    }
 
 
 def counted_calls(rank: int, world: int) -> list[tuple[str, int]]:
@@ -87,6 +91,36 @@ def counted_calls(rank: int, world: int) -> list[tuple[str, int]]:
                 dist.irecv(torch.zeros(9), 0, group=pair, tag=1).wait()
         torch.zeros(3).add_(1)
     return [(call.operation, call.nbytes) for call in counter.calls]
+
+
+def written_bytes() -> int:
+    """Bytes that this process has handed to the system: messages are written to sockets."""
+    text = Path("/proc/self/io").read_text(encoding="ascii")
+    return int(text.split("wchar:")[1].split()[0])
+
+
+def calls_on_the_wire(rank: int, world: int) -> dict[str, tuple[int, int, int]]:
+    """What calls need, what they are counted as on the wire, and what is really written."""
+    count = 1 << 16
+    part, whole = torch.zeros(count), torch.zeros(count * world)
+    calls = {
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "reduce": lambda: dist.reduce(whole, 1),
+    }
+    found = {}
+    for name, call in calls.items():
+        call()  # connects
+        dist.barrier()
+        before = written_bytes()
+        with count_bytes() as counter:
+            call()
+        dist.barrier()  # what is still under way has been written when all have come here
+        (counted,) = counter.calls
+        found[name] = (counted.nbytes, counted.wire, written_bytes() - before)
+    return found
 
 
 def blocked_seconds(rank: int) -> float:
@@ -285,6 +319,23 @@ def test_calls_are_counted_by_their_tensors(measured: list[dict[str, Any]]) -> N
         assert found["calls"] == calls
 
 
+def test_bytes_on_the_wire_are_those_that_are_written(measured: list[dict[str, Any]]) -> None:
+    """Gloo's reduce_scatter_tensor is an all-reduce: twice what its algorithm needs."""
+    for rank, found in enumerate(measured):
+        more = {"reduce_scatter"} | (
+            {"reduce"} if rank == 1 else set()
+        )  # the root of the reduction
+        for name, (needed, wire, written) in found["wire"].items():
+            assert written == pytest.approx(wire, rel=0.02), name  # and headers of messages
+            assert (wire > needed) == (name in more), name
+        needed, wire, _ = found["wire"]["reduce_scatter"]
+        assert wire == 2 * needed > 0
+    a, c = (figures(of_line(measured, "fsdp zero 3", line)) for line in "AC")
+    assert c["bytes_on_the_wire"] == c["bytes"]
+    reduced = a["bytes_by_kind"]["reduce inside_rows"]
+    assert a["bytes_on_the_wire"]["inside_rows"] == a["bytes"]["inside_rows"] + reduced
+
+
 def test_waits_are_seen(measured: list[dict[str, Any]]) -> None:
     late, *others = (found["blocked"] for found in measured)
     assert min(others) > late > 0
@@ -320,6 +371,7 @@ def test_json_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert header.startswith(b"\x89PNG") and min(struct.unpack(">II", header[16:])) > 400
     printed = capsys.readouterr().out
     assert "step time over line C's: A" in printed and "BREACH" not in printed
+    assert "line A on Gloo: reduce_scatter_tensor moves an all-reduce's bytes" in printed
     assert "step time over line A's: B" in printed and "line D keeps a pool of " in printed
 
 

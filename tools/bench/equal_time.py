@@ -71,11 +71,6 @@ def corpus(options: argparse.Namespace, plan: Plan, budget: Budget) -> DataSpec:
     return data
 
 
-def steps_of(model: str, budget: float) -> int:
-    """AdamW's steps."""
-    return round(budget * STEPS[model])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Finished:
     """The runs of one model, by the key of ``equal_time_ranks.key``, and the times of a step."""
@@ -204,7 +199,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seeds", type=int, default=SEEDS)
     add("--samples", type=int, default=8, help="of a step, over all ranks")
     add("--length", type=int, default=256, help="tokens of a sample")
-    add("--budget", type=float, default=1.0, help="times AdamW's steps: 120 of tiny, 300 of nano")
+    add("--steps", help="of AdamW, for each of --models; default: 120 of tiny, 300 of nano")
     add("--blocks", type=int, default=8, help="interleaved blocks of steps that are timed")
     add("--runs", type=Path, default=ROOT / "runs", help="where the corpus is kept")
     add("--files", type=int, help="use only so many source files")
@@ -222,8 +217,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--rates {options.rates}: give numbers, as 0.01,0.02")
     if options.ranks < 1 or options.samples % options.ranks or options.seeds < 1:
         parser.error("--samples must be a multiple of --ranks, and --seeds at least 1")
-    if min(steps_of(name, options.budget) for name in options.models) < 10:
-        parser.error(f"--budget {options.budget}: take 10 steps or more")
+    given = options.steps.split(",") if options.steps else [str(STEPS[m]) for m in options.models]
+    if len(given) != len(options.models) or not all(n.isdecimal() and int(n) > 9 for n in given):
+        parser.error(f"--steps {options.steps}: give a number of 10 or more for each of --models")
+    options.steps = dict(zip(options.models, map(int, given), strict=True))
     if options.png is None and options.json is not None:
         options.png = options.json.with_suffix(".png")
     if options.png is not None:
@@ -254,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rates = RATES[name]
         if options.rates is not None:
             rates = dict.fromkeys(OPTIMIZERS, options.rates)
-        budget = Budget(model=name, steps=steps_of(name, options.budget), rates=rates)
+        budget = Budget(model=name, steps=options.steps[name], rates=rates)
         data = corpus(options, plan, budget)
         with tempfile.TemporaryDirectory() as folder:
             arguments = (plan, budget, data, options.resume)

@@ -161,15 +161,18 @@ def sent(line: Line, shape: Shape, operators: OperatorCalls) -> dict[str, Any]:
         staged_step(line, line.tokens(10_000), mark)
         line.settle()
     moved: dict[Key, int] = {}
+    wire: dict[Key, int] = {}
     at_the_step: dict[str, int] = {}
     for call in counter.calls:
         key = kind_of(line, call)
         moved[key] = moved.get(key, 0) + call.nbytes
+        wire[key] = wire.get(key, 0) + call.wire
         if call.phase == "optimizer":
             at_the_step[key[0]] = at_the_step.get(key[0], 0) + call.nbytes
     plan: OwnershipPlan = line.runtime.plan
     return {
         "sent": moved,
+        "wire": wire,
         "optimizer_step_sent": at_the_step,
         "runtime_sent": {
             axis: line.runtime.traffic.bytes(axis=axis) for axis in ("shard", "replicate")

@@ -8,7 +8,7 @@ exit status. Tested by ``tests/tools/test_lines.py``.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,7 @@ def _steps(ranks: Ranks) -> list[list[dict[str, float]]]:
 
 def _traffic(ranks: Ranks) -> dict[str, Any]:
     formula: dict[Key, int] = ranks[0]["traffic_formula"]
-    sent: dict[Key, int] = {}
-    for rank in ranks:
-        for key, nbytes in rank["sent"].items():
-            sent[key] = sent.get(key, 0) + nbytes
+    sent, wire = (_over_ranks(rank[name] for rank in ranks) for name in ("sent", "wire"))
     over = {
         " ".join(key): sent.get(key, 0) / formula[key] if key in formula else float("inf")
         for key in {**formula, **sent}
@@ -60,6 +57,9 @@ def _traffic(ranks: Ranks) -> dict[str, Any]:
         "bytes_over_formula": farthest(over.values()),
         "bytes_over_formula_by_kind": over,
         "bytes": {name: sum(n for (_, c), n in sent.items() if c == name) for name in CLASSES},
+        "bytes_on_the_wire": {
+            name: sum(n for (_, c), n in wire.items() if c == name) for name in CLASSES
+        },
         "bytes_by_kind": {" ".join(key): nbytes for key, nbytes in sent.items() if nbytes},
         "bytes_formula_by_kind": {" ".join(key): nbytes for key, nbytes in formula.items()},
         "bytes_padding": sum(formula.values()) - sum(ranks[0]["traffic_formula_unpadded"].values()),
@@ -67,6 +67,14 @@ def _traffic(ranks: Ranks) -> dict[str, Any]:
             kind: sum(rank["optimizer_step_sent"].get(kind, 0) for rank in ranks) for kind in step
         },
     }
+
+
+def _over_ranks(ranks: Iterable[Mapping[Key, int]]) -> dict[Key, int]:
+    total: dict[Key, int] = {}
+    for rank in ranks:
+        for key, nbytes in rank.items():
+            total[key] = total.get(key, 0) + nbytes
+    return total
 
 
 def _resident(ranks: Ranks) -> dict[str, Any]:
@@ -197,8 +205,19 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
         text.append(
             _row(line, [*map(_mib, held), _mib(sum(held)), *(f"{ratio:.4f}" for ratio in ratios)])
         )
+    text += [_wire_text(line, found) for line, found in lines.items() if line == "A"]
     text += [_pool_text(line, found) for line, found in lines.items() if "pool" in found]
     return "\n".join(text)
+
+
+def _wire_text(line: str, found: Mapping[str, Any]) -> str:
+    """What line A's times mean: on CPUs its library does more than it does on GPUs."""
+    needed, wire = (sum(found[key].values()) for key in ("bytes", "bytes_on_the_wire"))
+    return (
+        f"line {line} on Gloo: reduce_scatter_tensor moves an all-reduce's bytes, so"
+        f" {_mib(wire)} MiB are sent where {_mib(needed)} are needed, and FSDP2 gathers"
+        " synchronously on CPUs: its times say little about NCCL"
+    )
 
 
 def _pool_text(line: str, found: Mapping[str, Any]) -> str:

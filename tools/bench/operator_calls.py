@@ -120,6 +120,7 @@ class OperatorCalls:
                 group="",
                 ranks=ranks,
                 nbytes=nbytes,
+                wire=nbytes,
                 phase=counter.phase,
             )
             for name, nbytes in volumes.items()

@@ -4,8 +4,12 @@ Owns ``count_bytes``. Invariant: a count comes from the tensors and split sizes 
 dispatches it, never from a plan or a table, so that a transport which sends too much is seen; an
 operation without a rule is an error, not a zero. Tested by ``tests/tools/test_lines.py``.
 
-The volume of a call is what its algorithm needs, as in ``megamuon/collectives/traffic.py``: each
-rank's part once for each rank that gets it; an all-reduce is a reduction and a gather of shares.
+The volume of a call (``nbytes``) is what its algorithm needs, as in
+``megamuon/collectives/traffic.py``: each rank's part once for each rank that gets it; an all-reduce
+is a reduction and a gather of shares. What is really sent (``wire``) may be more: Gloo reduces and
+scatters by an all-reduce of everything, after which each rank drops what is not its own, so a
+``reduce_scatter_tensor`` costs twice what it needs there; its ``reduce`` lets the root send a share
+of its own. These rules are held against the bytes that the system says were written.
 """
 
 from __future__ import annotations
@@ -30,7 +34,8 @@ class Call:
     operation: str  # as torch names it, without the trailing underscore
     group: str  # name of the process group
     ranks: tuple[int, ...]  # its global ranks
-    nbytes: int  # sent to other ranks
+    nbytes: int  # that its algorithm sends to other ranks
+    wire: int  # that this backend sends
     phase: str
 
 
@@ -55,13 +60,16 @@ class ByteCounter(TorchDispatchMode):
             raise ValueError(f"no rule for the bytes of {operation}: add one to {__name__}")
         group = dist.ProcessGroup.unbox(arguments["process_group"])
         ranks = tuple(dist.get_process_group_ranks(group))
-        nbytes = RULES[operation](arguments, len(ranks), ranks.index(dist.get_rank()))
+        place = (arguments, len(ranks), ranks.index(dist.get_rank()))
+        nbytes = RULES[operation](*place)
+        rule = GLOO.get(operation) if dist.get_backend(group) == "gloo" else None
         self.calls.append(
             Call(
                 operation=operation,
                 group=group.group_name,
                 ranks=ranks,
                 nbytes=nbytes,
+                wire=nbytes if rule is None else rule(*place),
                 phase=self.phase,
             )
         )
@@ -118,4 +126,15 @@ RULES: dict[str, Callable[[dict[str, Any], int, int], int]] = {
     "send": lambda call, world, rank: _nbytes(call["tensors"]),
     "recv": lambda call, world, rank: 0,
     "barrier": lambda call, world, rank: 0,
+}
+# Where Gloo sends more, on CPU tensors.
+GLOO: dict[str, Callable[[dict[str, Any], int, int], int]] = {
+    "_reduce_scatter_base": lambda call, world, rank: (
+        2 * (world - 1) * _nbytes(call["output_tensor"])
+    ),
+    "reduce": lambda call, world, rank: (
+        _nbytes(call["tensors"])
+        if rank != call["root_rank"]
+        else _nbytes(call["tensors"]) * (world - 1) // world
+    ),
 }
