@@ -28,7 +28,13 @@ EXTRAS = {
     "huggingface": ["transformers>=4.56"],
     "plots": ["matplotlib>=3.8"],
     "wandb": ["wandb"],
-    "test": ["pytest>=8", "pytest-timeout>=2.3", "ruff==0.17.6", "transformers>=4.56"],
+    "test": [
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "ruff==0.17.6",
+        "transformers>=4.56",
+        "matplotlib>=3.8",  # bench/equal_time.py draws by default
+    ],
 }
 
 

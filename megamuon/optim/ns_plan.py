@@ -91,7 +91,7 @@ class NewtonSchulzConfig:
     ``cpu_dtype``: of auto on CPUs, for matrices of at least ``LEAST_ROWS`` rows and columns;
     smaller ones are iterated in FP32. BF16 pays where the CPU multiplies it natively (AMX,
     AVX512-BF16), which ``ns_probe.bf16_gain`` measures; elsewhere it is emulated, hundreds of
-    times slower.
+    times slower. A Gram form that was asked for and is not safe in BF16 stays in FP32.
     ``normalization``: ``max`` divides by max|G|, then by the norm (scale-invariant); ``clamp``
     divides by max(norm, eps) and ``add`` by norm + eps, as other implementations do. ``eps``: None
     takes the set's own. ``norm_in_iteration_dtype`` casts before taking the norm, as
@@ -221,7 +221,10 @@ def _dtype(
     if device_type == "cuda":
         return torch.float16
     if device_type == "cpu" and short >= LEAST_ROWS:
-        return _DTYPES[config.cpu_dtype]
+        asked_for_gram = config.form == "gram" or config.restarts != "auto"
+        dtype = _DTYPES[config.cpu_dtype]
+        if not asked_for_gram or _gram_restarts(config, dtype) is not None:
+            return dtype
     return torch.float32
 
 

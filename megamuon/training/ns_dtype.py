@@ -31,10 +31,13 @@ class Choice:
 
 
 def is_open(config: Config, mesh: Mesh) -> bool:
-    """Whether this run iterates on CPUs in a dtype that no flag says."""
+    """Whether this run iterates on CPUs in a dtype that no flag decides.  The Gram form and its
+    restarts do where they are given: they were chosen for a dtype, and BF16 is the less safe one.
+    """
     flags = config.optimizer
     iterates = flags.optimizer in ("muon", "normuon") and not config.precision.fp64
-    return iterates and flags.ns_dtype == "auto" and mesh.device.type == "cpu"
+    free = flags.ns_dtype == "auto" and flags.ns_form != "gram" and flags.ns_restarts is None
+    return iterates and free and mesh.device.type == "cpu"
 
 
 def choose_cpu_dtype(config: Config, mesh: Mesh, stored: CpuDtype | None) -> Choice:

@@ -41,6 +41,15 @@ def test_dtype_of_auto_on_cpus_is_what_the_configuration_says() -> None:
     assert plan(320, 320, dtype="bf16").dtype == torch.bfloat16
 
 
+def test_a_gram_form_that_is_not_safe_in_bf16_stays_in_fp32() -> None:
+    for config in ({"coefficients": "cans", "form": "gram"}, {"restarts": (2,)}):
+        found = plan(320, 1024, cpu_dtype="bf16", **config)
+        assert (found.form, found.dtype) == ("gram", torch.float32)
+    assert plan(320, 1024, cpu_dtype="bf16", form="gram").kernel == "gram/bf16"
+    assert plan(320, 1024, cpu_dtype="bf16", coefficients="cans").kernel == "standard/bf16"
+    assert plan(320, 1024, cpu_dtype="bf16", restarts=(2, 4)).kernel == "gram/bf16"
+
+
 @pytest.mark.parametrize(("rows", "cols"), [(50, 87), (87, 50), (111, 4096), (4096, 111)])
 def test_small_matrices_of_auto_are_fp32_on_cpus(rows: int, cols: int) -> None:
     assert plan(rows, cols, cpu_dtype="bf16").dtype == torch.float32

@@ -70,6 +70,8 @@ def test_choice(gain: Any, measured: float, stored: Any, dtype: str, words: str)
         {"optimizer": "adam"},
         {"optimizer": "soap"},
         {"muon_preset": "torch"},
+        {"ns_form": "gram"},
+        {"ns_restarts": 2},
     ],
 )
 def test_no_choice_where_a_flag_has_made_it(
