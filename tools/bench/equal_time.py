@@ -131,7 +131,7 @@ def print_report(document: dict[str, Any]) -> None:
         times = entry["step_time"]
         print(
             f"  {name}: a step of Muon takes {times['muon_over_adamw']:.3f} x AdamW's"
-            f" {1e3 * times['adamw_seconds']:.1f} ms (Newton-Schulz in {times['ns_dtype']})"
+            f" {1e3 * times['adamw_seconds']:.1f} ms (--ns-dtype auto is {times['ns_dtype']})"
         )
         for optimizer in OPTIMIZERS:
             own = entry[optimizer]
@@ -182,6 +182,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
         )
         above.legend()
         below.legend()
+        rates = sorted({float(rate) for o in OPTIMIZERS for rate in entry[o]["loss_by_rate"]})
+        below.set_xticks(rates, [f"{rate:g}" for rate in rates], rotation=45)
+        below.set_xticks([], minor=True)
     figure.savefig(path, dpi=130)
 
 
