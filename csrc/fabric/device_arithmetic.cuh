@@ -14,31 +14,40 @@ namespace megamuon {
 
 __device__ __forceinline__ bool aligned16(u64 bits) { return (bits & 15) == 0; }
 
+constexpr int kInFlight = 8;  // loads of a worker before its first store
+
+// Read `bytes`, a multiple of 16 at a multiple of 16.  `store(each)` is told of what a worker has
+// read: each(to, one) calls one(to + i, the 16 bytes at from + i) for all of it.
+template <class Store>
+__device__ __forceinline__ void copy_wide(const char* from, u64 bytes, int worker, Store store) {
+  const u64 step = u64(kWorkers) * 16;
+  for (u64 at = u64(worker) * 16; at < bytes; at += kInFlight * step) {
+    uint4 v[kInFlight] = {};
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      if (at + i * step < bytes) v[i] = load16(from + at + i * step);
+    }
+    store([&](char* to, auto one) {
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (at + i * step < bytes) one(to + at + i * step, v[i]);
+      }
+    });
+  }
+}
+
 // Copy to each `to(j)`, j = 0 .. count-1, reading once.  `whole`: every pointer and size allows 16
 // bytes at a time.
 template <class To>
 __device__ __forceinline__ void copy_each(const char* from, u64 bytes, int count, To to, bool whole,
                                           int worker) {
-  const u64 step = u64(kWorkers) * 16;
-  u64 at = u64(worker) * 16;
   const u64 wide = whole ? bytes / 16 * 16 : 0;
-  for (; at + 3 * step < wide; at += 4 * step) {
-    uint4 v[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = load16(from + at + i * step);
+  copy_wide(from, wide, worker, [&](auto each) {
     for (int j = 0; j < count; ++j) {
       char* target = to(j);
-      if (target == from) continue;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) store16(target + at + i * step, v[i]);
+      if (target != from) each(target, [](char* at, const uint4& v) { store16(at, v); });
     }
-  }
-  for (; at < wide; at += step) {
-    const uint4 v = load16(from + at);
-    for (int j = 0; j < count; ++j) {
-      if (to(j) != from) store16(to(j) + at, v);
-    }
-  }
+  });
   for (u64 i = wide + worker; i < bytes; i += kWorkers) {
     const unsigned v = load1(from + i);
     for (int j = 0; j < count; ++j) {
@@ -188,7 +197,8 @@ struct ColumnSum {
   template <class Acc>
   __device__ __forceinline__ void pack(u64 first, const Sum& sum, Acc (&total)[kPack]) const {
     const u64 at = first * size_of(sum.slot);
-    constexpr int kBatch = sizeof(Acc) == 8 ? 2 : 4;
+    // All columns of a usual node are read before the first is added.
+    constexpr int kBatch = sizeof(Acc) == 8 ? 4 : 8;
     for (int k0 = 0; k0 < columns; k0 += kBatch) {
       Raw raw[kBatch];
 #pragma unroll

@@ -1,8 +1,9 @@
 // The GPU's instructions that C++ has no words for: memory operations with their scopes, multicast,
 // barriers.
 //
-// Owns every line of PTX.  Invariants: words that another place reads are released and acquired at
-// system scope; data is loaded and stored relaxed at that scope, hence never taken from a stale
+// Owns every line of PTX.  Invariants: words that another place reads are acquired at system scope,
+// and written relaxed after a fence at that scope, which makes a release of both (one fence serves
+// several words); data is loaded and stored relaxed at that scope, hence never taken from a stale
 // first-level cache.  Compiled by `make device-compile`; csrc/tests/device_on_host.cpp puts a CPU's
 // operations in their place, so that all that is built on them runs without a GPU.
 #pragma once
@@ -20,19 +21,21 @@ __device__ __forceinline__ u64 load_acquire(const void* word) {
   return value;
 }
 
-__device__ __forceinline__ void store_release(void* word, u64 value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
-__device__ __forceinline__ void add_release(void* word, u64 delta) {
-  asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(delta) : "memory");
-}
-
 __device__ __forceinline__ void fence_system() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-// Orders accesses to one memory through a multicast address and through its ordinary one.
+// A word that others read, after fence_system().
+__device__ __forceinline__ void store_word(void* word, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_word(void* word, u64 delta) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(word), "l"(delta) : "memory");
+}
+
+// Between accesses to one memory through a multicast address and through its ordinary one: it has
+// to lie somewhere on the way from the first to the second, in whichever thread.
 __device__ __forceinline__ void fence_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 __device__ __forceinline__ u64 now_ns() {

@@ -2,9 +2,20 @@
 // share an NVLink domain.
 //
 // Owns the verbs over a `Memory`, which says where the memory of a place lies.  Invariants: a put
-// is a copy by the group and over when it returns; a word is raised or set after a fence at system
-// scope, so that all that the group did before is seen by whoever reads it (O1, O4).  Used by
-// loopback.cuh and nccl.cuh; checked on a GPU by tools/gpu_checks.sh.
+// is a copy by the group and over when it returns; a word is raised or set by the leader after its
+// fence at system scope, so that all that the group did before is seen by whoever reads it (O1,
+// O4).  Used by loopback.cuh and nccl.cuh; checked on a GPU by tools/gpu_checks.sh.
+//
+// [Note: fences by the leader alone]
+//
+// What the workers did comes before what the leader does after the barrier of the block, and what
+// it does before the barrier comes before what they do: PTX's causality order runs through
+// barriers, from the scope of a block to that of the system.  So one fence of the leader serves all
+// workers.  A multicast address is another alias of memory that this and other GPUs also reach
+// directly, and between accesses through the two there must be a proxy fence on the way: before a
+// multicast, against what was read or written directly (by its places before they entered, by
+// `load`), and after it, against whoever reads or writes directly from then on.
+// csrc/verification has these hand-offs as litmus tests.
 //
 //   struct Memory {
 //     static constexpr bool kMulticast;           // whether multicast_pool() may be non-null
@@ -32,12 +43,19 @@ class DirectFabric {
 
   __device__ void raise(int node, u64 word, u64 delta) {
     fence_system();
-    add_release(memory_.control(node, place_.column) + word, delta);
+    add_word(memory_.control(node, place_.column) + word, delta);
   }
 
   __device__ void set_local(int column, u64 word, u64 value) {
     fence_system();
-    store_release(memory_.control(place_.node, column) + word, value);
+    store_word(memory_.control(place_.node, column) + word, value);
+  }
+
+  __device__ void set_row(u64 word, u64 value) {
+    fence_system();
+    for (int k = 0; k < place_.columns; ++k) {
+      store_word(memory_.control(place_.node, k) + word, value);
+    }
   }
 
   __device__ void put(int, int node, Address to, Address from, u64 bytes, u64 word, u64 delta) {
@@ -59,7 +77,9 @@ class DirectFabric {
     order.task = Task::copy_to_all;
     order.from = at(place_.node, column, from);
     order.offset = to, order.bytes = bytes;
+    if (multicasts()) fence_alias();
     group_.carry_out();
+    if (multicasts()) fence_alias();
   }
 
   __device__ void reduce_to_outbox(u64 to, const Sum& sum) {
@@ -101,6 +121,13 @@ class DirectFabric {
            address.offset;
   }
 
+  __device__ bool multicasts() const {
+    return Memory::kMulticast && memory_.multicast_pool() != nullptr;
+  }
+  __device__ bool switch_adds(const Sum& sum) const {
+    return multicasts() && memory_.multicast_sums() && MulticastSum::can(sum.slot, sum.wire);
+  }
+
   __device__ void copy(char* to, const char* from, u64 bytes) {
     Order& order = group_.order();
     order.task = Task::copy;
@@ -112,7 +139,9 @@ class DirectFabric {
     Order& order = group_.order();
     order.task = task, order.to = to, order.sum = sum;
     for (int j = 0; j < sum.upstreams; ++j) order.upstream[j] = own_control() + sum.upstream[j];
+    if (switch_adds(sum)) fence_alias();
     group_.carry_out();
+    if (switch_adds(sum)) fence_alias();
   }
 
   __device__ auto columns(const Order& order) const {
@@ -124,7 +153,7 @@ class DirectFabric {
 
   __device__ void copy_to_all(const Order& order, int worker) const {
     if constexpr (Memory::kMulticast) {
-      if (memory_.multicast_pool() != nullptr) {
+      if (multicasts()) {
         copy_to_multicast(order, worker);
         return;
       }
@@ -146,19 +175,14 @@ class DirectFabric {
   // multicast address.
   __device__ void copy_to_multicast(const Order& order, int worker) const {
     char* to = memory_.multicast_pool() + order.offset;
-    for (u64 i = u64(worker) * 16; i < order.bytes; i += u64(kWorkers) * 16) {
-      multicast16(to + i, load16(order.from + i));
-    }
-    // What was written through one address is read through another, by this GPU and by others.
-    fence_system();
-    fence_alias();
+    copy_wide(order.from, order.bytes, worker, [&](auto each) {
+      each(to, [](char* at, const uint4& v) { multicast16(at, v); });
+    });
   }
 
   __device__ void sum(const Order& order, int worker) const {
     if constexpr (Memory::kMulticast) {
-      if (memory_.multicast_pool() != nullptr && memory_.multicast_sums() &&
-          MulticastSum::can(order.sum.slot, order.sum.wire)) {
-        fence_alias();
+      if (switch_adds(order.sum)) {
         const MulticastSum row{memory_.multicast_pool() + order.sum.slots};
         sum_multicast(order, row, columns(order), place_.nodes > 1, worker);
         return;

@@ -16,6 +16,7 @@
 //   u64  read(word)                        own control word.  Acquire.
 //   void raise(node, word, delta)          word of the same column of `node` += delta.  Release.
 //   void set_local(column, word, value)    word of a place of this node = value.  Release.
+//   void set_row(word, value)              the same word of every place of this node.  Release.
 //   void put(queue, node, to, from, bytes, word, delta)
 //                                          copy own memory at `from` to the same column of `node`,
 //                                          then raise(node, word, delta) there.  Returns at once.
@@ -38,9 +39,9 @@
 // O1  If read(word) counts x puts of a queue, the bytes of its first x puts are visible to the
 //     group. Puts and raises of different queues are not ordered, nor are those to different nodes.
 // O2  A put may read its source until put_done says otherwise.
-// O3  raise is additive, set_local monotone, and nothing is ever reset.
+// O3  raise is additive, set_local and set_row monotone, and nothing is ever reset.
 // O4  What a group has written or read in this node's memory (load, multicast, reduce) comes before
-//     its later set_local and raise, for whoever reads the word.
+//     its later set_local, set_row and raise, for whoever reads the word.
 //
 // Data verbs move a whole chunk instead of 16 bytes, so that a fabric may use wide copies.
 #pragma once

@@ -104,6 +104,10 @@ class HostFabric {
     touch(place);
   }
 
+  void set_row(u64 word, u64 value) {
+    for (int k = 0; k < place_.columns; ++k) set_local(k, word, value);
+  }
+
   void put(int queue, int node, Address to, Address from, u64 bytes, u64 word, u64 delta) {
     const int place = index(node, place_.column);
     std::memcpy(at(place, to), at(self(), from), bytes);

@@ -23,6 +23,9 @@ class SimulatedFabric {
     world_.meanwhile();
     world_.send_raise(self_, at(place_.node, column), word, value, true);
   }
+  void set_row(u64 word, u64 value) {
+    for (int k = 0; k < place_.columns; ++k) set_local(k, word, value);
+  }
   void put(int queue, int node, Address to, Address from, u64 bytes, u64 word, u64 delta) {
     world_.meanwhile();
     world_.post(self_, at(node, place_.column), queue, to, from, bytes, word, delta);

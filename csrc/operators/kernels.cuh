@@ -292,10 +292,9 @@ __global__ void __launch_bounds__(kThreads)
 // sent.
 static __global__ void publish_task_kernel(char* control, ControlLayout layout, u64 index,
                                            int parameter) {
-  *reinterpret_cast<volatile u64*>(control + layout.task(index % u64(layout.parameters))) =
-      u64(parameter);
+  store_word(control + layout.task(index % u64(layout.parameters)), u64(parameter));
   fence_system();
-  store_release(control + layout.task_tail(), index + 1);
+  store_word(control + layout.task_tail(), index + 1);
 }
 
 // Part of what a stream waits for; a launch carries it, so nothing has to be allocated or copied

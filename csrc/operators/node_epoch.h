@@ -12,18 +12,10 @@ template <class Fabric>
 class NodeEpoch {
  public:
   // Tell the node that this place has come to the call: what others may touch is ready for them.
-  MM_HD void enter() {
-    for (int k = 0; k < place_.columns; ++k) {
-      fabric_.set_local(k, layout_.entry(place_.column), epoch_);
-    }
-  }
+  MM_HD void enter() { fabric_.set_row(layout_.entry(place_.column), epoch_); }
 
   // After all groups have ended: this place touches nothing of the others any more.
-  MM_HD void leave() {
-    for (int k = 0; k < place_.columns; ++k) {
-      fabric_.set_local(k, layout_.done(place_.column), epoch_);
-    }
-  }
+  MM_HD void leave() { fabric_.set_row(layout_.done(place_.column), epoch_); }
 
   // The column of this node that has not entered (or left) yet; -1 if all have.
   MM_HD int missing(bool leaving) {

@@ -76,13 +76,13 @@ namespace megamuon {
 inline u64 load_acquire(const void* word) {
   return __atomic_load_n(static_cast<const u64*>(word), __ATOMIC_ACQUIRE);
 }
-inline void store_release(void* word, u64 value) {
+// Released themselves: ThreadSanitizer knows no fences.
+inline void store_word(void* word, u64 value) {
   __atomic_store_n(static_cast<u64*>(word), value, __ATOMIC_RELEASE);
 }
-inline void add_release(void* word, u64 delta) {
+inline void add_word(void* word, u64 delta) {
   __atomic_fetch_add(static_cast<u64*>(word), delta, __ATOMIC_RELEASE);
 }
-// Words are released and acquired themselves; ThreadSanitizer knows no fences.
 inline void fence_system() {}
 inline void fence_alias() {}
 

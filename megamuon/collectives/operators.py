@@ -30,7 +30,9 @@ from megamuon.mesh import Mesh
 
 Value = TypeVar("Value")
 
-STAR_BYTES = 2 << 20  # per node; messages up to that size take one hop (DMuon-2, appendix C.2)
+# Per node; messages up to that size take one hop (DMuon-2, appendix C.2). On a GPU they go through
+# one block, so the limit is low until it is measured there.
+STAR_BYTES = 128 << 10
 CONTROL_ALIGNMENT = 256
 
 
