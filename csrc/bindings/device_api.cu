@@ -10,7 +10,7 @@ using namespace megamuon;
 
 struct mmd_fabric {
   mmd_fabric(const void* id, const DeviceFabric::Options& options) : fabric(id, options) {}
-  // Kernels use what the operators own until the fabric has ended them.
+  // Kernels use what the operators own until the fabric has ended them: see mmd_destroy.
   ~mmd_fabric() { fabric.close(); }
 
   // Run `body` unless the GPU has failed; what it throws becomes -1, and the first failure's text.
@@ -146,7 +146,17 @@ int mmd_agree(mmd_fabric* handle, int* values, int count) {
   });
 }
 
-void mmd_destroy(mmd_fabric* handle) { delete handle; }
+void mmd_destroy(mmd_fabric* handle) {
+  if (handle == nullptr || handle->fabric.close()) {
+    delete handle;
+    return;
+  }
+  // Freeing memory would wait for the kernels, without a limit.
+  std::fprintf(stderr,
+               "megamuon: rank %d: kernels of the device operators do not end, though they were "
+               "told to and their communicator was aborted; their memory stays allocated\n",
+               handle->fabric.options().rank);
+}
 
 uint64_t mmd_operator_control_bytes(int nodes, int columns, const mm_operator_config* config) {
   const int pipelines = config->kind == MM_PUBLISH ? 1 : shape_of(nodes, config->groups).pipelines;
@@ -188,6 +198,13 @@ int mmd_reduce_scatter_table(mmd_fabric* handle, int op, int segments, const int
     }
     return handle->find(op, MM_REDUCE_SCATTER)
         .add_table(list, Dtype(slot_dtype), Dtype(wire_dtype), Dtype(window_dtype), name);
+  });
+}
+
+int mmd_upload(mmd_fabric* handle) {
+  return handle->attempt([&] {
+    for (const auto& op : handle->operators) op->upload();
+    return 0;
   });
 }
 

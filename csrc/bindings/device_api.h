@@ -54,8 +54,9 @@ uint64_t mmd_pool(mmd_fabric*);
 // values[i] = the least over the ranks.
 int mmd_agree(mmd_fabric*, int* values, int count);
 // Give back windows, memory, communicators; any rank may call it after a failure.  Null is nothing.
-// It ends this fabric's waits and then waits for all that the GPU runs: where other fabrics of the
-// GPU may stand still, mmd_abort them first.
+// It ends this fabric's waits and waits for its own kernels.
+// Without a failure, or with one: no wait of it is longer than some seconds.  What a kernel that
+// does not end may still use stays allocated, and a line on standard error says so.
 void mmd_destroy(mmd_fabric*);
 
 // --- operators, after mmd_open -------------------------------------------------------------------
@@ -71,6 +72,10 @@ int mmd_reduce_scatter_table(mmd_fabric*, int op, int segments, const int* node,
                              const uint64_t* offset, const uint64_t* elements,
                              const uint64_t* window, int slot_dtype, int wire_dtype,
                              int window_dtype, const char* name);
+// Bring the tables that were made since the last time to the GPU, for each operator in one
+// allocation and one copy.  A call of a table that is not there is refused, so that no call does
+// this in the middle of a pass.
+int mmd_upload(mmd_fabric*);
 // Put a call on a stream.  An operator's calls are made in one order on all ranks, on one stream.
 int mmd_all_gather(mmd_fabric*, int op, int table, uint64_t base, uint64_t stream);
 int mmd_reduce_scatter(mmd_fabric*, int op, int table, uint64_t base, uint64_t window_base,
@@ -81,10 +86,12 @@ int mmd_reduce_scatter(mmd_fabric*, int op, int table, uint64_t base, uint64_t w
 // rails are made for those of the rail that has most.
 int mmd_publish_parameters(mmd_fabric*, int op, int parameters, const int* node,
                            const uint64_t* offset, const uint64_t* bytes, const char* const* names);
-// The round's kernel, on a stream that nothing else waits on; the round before must be over.
+// The round's kernel, on a stream that nothing else waits on; the round before must be over, and
+// all own parameters of this one handed over, no others: the kernel waits for them, so whatever
+// synchronised the GPU while its host still had to hand some over would wait for ever.
 int mmd_publish_begin(mmd_fabric*, int op, int parameters, const int* order, uint64_t version,
                       uint64_t stream);
-// What `stream` has written of an own parameter is sent.
+// What `stream` has written of an own parameter is sent when the next round begins.
 int mmd_publish_task(mmd_fabric*, int op, int parameter, uint64_t stream);
 // `stream` goes on when all that a round brings has arrived: the parameters of `which`, each in its
 // version.

@@ -4,13 +4,25 @@
 // and back. Invariants: what a rank may use is the least over all ranks, agreed before anything
 // depends on it; the device communicator exists before the first window (a window first would
 // settle GIN's connections by itself); a window is one allocation and never null; memory is freed
-// by the fabric that allocated it alone.  Compiled by `make device-compile`; no run on several GPUs
+// by the fabric that allocated it alone, and by nobody while a kernel may still use it; no wait of
+// close() is without a limit.  Compiled by `make device-compile`; its calls of CUDA and NCCL, and
+// their order, are tested over recorded ones by csrc/tests/device_life.cpp; no run on several GPUs
 // yet.
+//
+// [Note: the end of a fabric]
+//
+// A kernel that waits gives up when it is told to, unless it stands inside NCCL: where a put finds
+// no room in the queue to a network proxy, it waits there for a credit, and only ncclCommAbort ends
+// that. cudaDeviceSynchronize would wait for it for ever, and so would all that synchronises by
+// itself, like freeing memory. So the fabric waits for its own kernels, and not for long; then it
+// aborts the communicator and waits once more; and if even that does not end them, their memory
+// stays where it is until the process ends.
 #pragma once
 #include "cuda_support.h"
 #include "device_api.h"
 #include "device_sites.cuh"
 
+#include <algorithm>
 #include <cstdlib>
 
 namespace megamuon {
@@ -113,14 +125,14 @@ class DeviceFabric {
     if (pool_of != nullptr) pool_of->check_lends(pool_bytes);
     control_bytes_ = control_bytes, pool_bytes_ = pool_bytes;
     allocate("control", control_bytes, &control_);
-    register_window("control", control_bytes, control_, &control_window_);
+    register_window("control", control_bytes, control_, kSignalWindow, &control_window_);
     if (pool_of == nullptr) {
       allocate("pool", pool_bytes, &own_pool_);
       pool_ = own_pool_;
     } else {
       pool_ = pool_of->pool_;
     }
-    register_window("pool", pool_bytes, pool_, &pool_window_);
+    register_window("pool", pool_bytes, pool_, kDataWindow, &pool_window_);
     int ready = 1;
     agree(&ready, 1);  // also a barrier: every rank's control words are zero now
   }
@@ -139,33 +151,50 @@ class DeviceFabric {
     check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }
 
-  // Idempotent.  Kernels that still wait are told to give up first.
-  void close() {
+  // What was put on a stream, to be waited for at the end.
+  void launched(cudaStream_t stream) { under_way_.launched(stream); }
+
+  // Idempotent.  Kernels that still wait are told to give up first.  False: some do not end, so
+  // nothing that they may use was freed, nor may be.  See [Note: the end of a fabric].
+  bool close() {
     if (comm_ != nullptr) {
+      const bool failed = alarm_.failure() != nullptr;
       alarm_.request_abort();
-      cudaDeviceSynchronize();
-      if (has_device_comm_) ncclDevCommDestroy(comm_, &device_comm_);
-      for (ncclWindow_t* window : {&pool_window_, &control_window_}) {
-        if (*window != nullptr) ncclCommWindowDeregister(comm_, *window);
-        *window = nullptr;
+      if (under_way_.over_within(grace())) {
+        if (has_device_comm_) ncclDevCommDestroy(comm_, &device_comm_);
+        for (ncclWindow_t window : {pool_window_, control_window_}) {
+          if (window != nullptr) ncclCommWindowDeregister(comm_, window);
+        }
+        // After a failure the other ranks may be gone, and destroying would wait for them.
+        if (failed || alarm_.failure() != nullptr) {
+          ncclCommAbort(comm_);
+        } else {
+          ncclCommDestroy(comm_);
+        }
+      } else {
+        ncclCommAbort(comm_);  // and with it all that belongs to the communicator
+        ended_ = under_way_.over_within(grace());
       }
+      comm_ = nullptr;
     }
+    pool_window_ = control_window_ = nullptr;
     has_device_comm_ = false;
+    if (!ended_) return false;
     pool_ = nullptr;
     for (void** memory : {&own_pool_, &control_}) {
       if (*memory != nullptr) ncclMemFree(*memory);
       *memory = nullptr;
     }
-    // After a failure the other ranks may be gone, and destroying would wait for them.
-    if (comm_ != nullptr && alarm_.failure() != nullptr) ncclCommAbort(comm_);
-    if (comm_ != nullptr && alarm_.failure() == nullptr) ncclCommDestroy(comm_);
-    comm_ = nullptr;
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
     stream_ = nullptr;
+    return true;
   }
 
  private:
   static constexpr int kAgreed = 64;
+  static constexpr double kGraceSeconds = 10;  // at most, for kernels that were told to give up
+
+  double grace() const { return std::min(kGraceSeconds, options_.deadline_seconds); }
 
   static double use_device(const Options& options) {
     require_same_nccl();
@@ -256,13 +285,12 @@ class DeviceFabric {
   static void allocate(const std::string& name, u64 bytes, void** memory) {
     check_nccl(ncclMemAlloc(memory, whole_window(bytes)),
                (name + " window: ncclMemAlloc").c_str());
-    check_cuda(cudaMemset(*memory, 0, whole_window(bytes)), "cudaMemset");
-    check_cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    SetupStream().zero(*memory, whole_window(bytes));
   }
 
-  void register_window(const std::string& name, u64 bytes, void* memory, ncclWindow_t* window) {
-    check_nccl(ncclCommWindowRegister(comm_, memory, whole_window(bytes), window,
-                                      NCCL_WIN_COLL_SYMMETRIC),
+  void register_window(const std::string& name, u64 bytes, void* memory, int flags,
+                       ncclWindow_t* window) {
+    check_nccl(ncclCommWindowRegister(comm_, memory, whole_window(bytes), window, flags),
                (name + " window: ncclCommWindowRegister").c_str());
     // Success with a null window means that there is no symmetric memory here.
     int registered = *window != nullptr;
@@ -275,6 +303,8 @@ class DeviceFabric {
 
   const Options options_;
   Alarm alarm_;
+  UnderWay under_way_;
+  bool ended_ = true;  // false: kernels did not end, see close()
   DeviceArray<int> agreed_;
   cudaStream_t stream_ = nullptr;
   ncclComm_t comm_ = nullptr;

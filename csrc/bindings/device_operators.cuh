@@ -1,11 +1,14 @@
 // The operators of the device library: tables on the GPU, launches, the publish of a rail.
 //
 // Owns what a call is given: epochs, counts of finished groups, contexts and counters of each
-// operator.  Invariants: a table is copied to the GPU once; a call allocates and copies nothing;
-// all ranks derive the same pipelines and groups.  Compiled by `make device-compile`; no run on
+// operator.  Invariants: tables go to the GPU in one copy (upload); a call allocates and copies
+// nothing; the kernel of a publish is launched when its own tasks have been, so no kernel waits for
+// what its host still has to launch; all ranks derive the same pipelines and groups.  Compiled by
+// `make device-compile`; what it asks of CUDA is tested by csrc/tests/device_life.cpp; no run on
 // several GPUs yet.
 #pragma once
 #include "device_fabric.cuh"
+#include "publish_launches.cuh"
 
 #include "../fabric/arithmetic.h"
 
@@ -82,21 +85,36 @@ class DeviceOperator {
         build_table(fabric_.place(), segments, config_.chunk_bytes / widest, 16,
                     config_.star_bytes / (gathers ? 1 : size_of(wire)), name);
     whole.slot = slot, whole.wire = wire, whole.window = window;
-    Table table;
-    table.star = whole.star;
-    std::vector<Seat> seats;
-    for (int pipeline = 0; pipeline < shape_.pipelines; ++pipeline) {
-      const GroupTable part = split_table(whole, shape_.pipelines, pipeline);
-      table.chunks.emplace_back(part.chunks);
-      table.first.emplace_back(part.first);
-      TableView view = part.view();
-      view.chunks = table.chunks.back().data(), view.first = table.first.back().data();
-      seats.push_back(seat(pipeline, view));
-    }
-    table.seats = DeviceArray<Seat>(seats);
-    tables_.push_back(std::move(table));
+    tables_.push_back({whole.star, nullptr});
     names_.push_back(std::move(name));
+    waiting_.push_back(std::move(whole));
     return int(tables_.size()) - 1;
+  }
+
+  // Bring the tables that were added since the last time to the GPU: one allocation, one copy.
+  void upload() {
+    if (waiting_.empty()) return;
+    const std::size_t first = tables_.size() - waiting_.size();
+    Arena arena;
+    std::vector<u64> seats, chunks, firsts;  // places in the arena, table by table
+    for (const GroupTable& whole : waiting_) {
+      std::vector<Seat> row;
+      for (int pipeline = 0; pipeline < shape_.pipelines; ++pipeline) {
+        const GroupTable part = split_table(whole, shape_.pipelines, pipeline);
+        chunks.push_back(arena.add(part.chunks.data(), part.chunks.size()));
+        firsts.push_back(arena.add(part.first.data(), part.first.size()));
+        row.push_back(seat(pipeline, part.view()));
+      }
+      seats.push_back(arena.add(row.data(), row.size()));
+    }
+    char* memory = place(arena, seats, [&](Seat& seat, std::size_t index, const char* at) {
+      seat.table.chunks = reinterpret_cast<const Chunk*>(at + chunks[index]);
+      seat.table.first = reinterpret_cast<const u64*>(at + firsts[index]);
+    });
+    for (std::size_t t = 0; t < waiting_.size(); ++t) {
+      tables_[first + t].seats = reinterpret_cast<const Seat*>(memory + seats[t]);
+    }
+    waiting_.clear();
   }
 
   void call(int table, u64 base, u64 window_base, bool first, double divisor, cudaStream_t stream) {
@@ -108,6 +126,10 @@ class DeviceOperator {
                                " is no multiple of 16");
     }
     const Table& chosen = tables_[table];
+    if (chosen.seats == nullptr) {
+      throw std::runtime_error(name_ + ", " + names_[table] +
+                               ": the table is not on the GPU yet, upload it first");
+    }
     Call call{};
     call.operation = number_, call.table = table;
     call.groups = chosen.star ? 1 : shape_.groups;
@@ -118,57 +140,92 @@ class DeviceOperator {
     call.arrivals_before = arrivals_[0], call.later_arrivals_before = arrivals_[1];
     arrivals_[0] += u64(call.groups);
     if (!chosen.star) arrivals_[1] += u64(call.groups);
-    launch(chosen.seats.data(), call.groups, pipelines * call.groups, &call, stream);
+    launch(chosen.seats, call.groups, pipelines * call.groups, &call, stream);
   }
 
   // --- publish -----------------------------------------------------------------------------------
 
   void set_parameters(std::vector<PublishParameter> parameters, std::vector<std::string> names) {
     names_ = std::move(names);
-    parameters_ = DeviceArray<PublishParameter>(parameters);
-    publish_states_ = DeviceArray<PublishState>(std::vector<PublishState>(parameters.size()));
-    order_ = DeviceArray<int>(parameters.size());
+    const std::vector<PublishState> states(parameters.size());
+    const std::vector<int> order(parameters.size());
+    const Seat only = seat(0, TableView{});
+    Arena arena;
+    const u64 parameters_at = arena.add(parameters.data(), parameters.size());
+    const u64 states_at = arena.add(states.data(), states.size());
+    const u64 order_at = arena.add(order.data(), order.size());
+    const u64 seat_at = arena.add(&only, 1);
+    char* memory = place(arena, {}, [](Seat&, std::size_t, const char*) {});
+    parameters_on_gpu_ = reinterpret_cast<const PublishParameter*>(memory + parameters_at);
+    publish_states_ = reinterpret_cast<PublishState*>(memory + states_at);
+    order_ = reinterpret_cast<int*>(memory + order_at);
+    seat_ = reinterpret_cast<const Seat*>(memory + seat_at);
     staged_ = std::make_unique<PinnedInts>(parameters.size());
-    seats_ = DeviceArray<Seat>(std::vector<Seat>{seat(0, TableView{})});
+    handed_.assign(parameters.size(), 0);
+    parameters_ = std::move(parameters);
   }
 
+  // The round's kernel.  It waits for own parameters on the GPU, so all of them have to be on their
+  // streams: whatever synchronises the GPU between would wait for a kernel that waits for tasks
+  // that its host has no chance to hand over.
   void begin_round(const int* order, int count, u64 version, cudaStream_t stream) {
     if (!staged_) throw std::runtime_error(name_ + ": its parameters are not set");
     require_parameters(count, order);
+    require_handed_over(order, count);
     if (version <= version_) {
       throw std::runtime_error(name_ + ": version " + std::to_string(version) + " after version " +
                                std::to_string(version_));
     }
     version_ = version;
     std::copy(order, order + count, staged_->data());
-    check_cuda(cudaMemcpyAsync(order_.data(), staged_->data(), u64(count) * sizeof(int),
+    check_cuda(cudaMemcpyAsync(order_, staged_->data(), u64(count) * sizeof(int),
                                cudaMemcpyHostToDevice, stream),
                "cudaMemcpyAsync");
-    Round round{number_, parameters_.data(), publish_states_.data(), 0, order_.data(), count,
+    Round round{number_, parameters_on_gpu_, publish_states_, 0, order_, count,
                 version, config_.tile_bytes};
-    launch(seats_.data(), 1, 1, &round, stream);
+    launch(seat_, 1, 1, &round, stream);
+    std::fill(handed_.begin(), handed_.end(), 0);
   }
 
+  // An own parameter of the next round.
   void hand_over(int parameter, cudaStream_t stream) {
     require_parameters(1, &parameter);
-    publish_task_kernel<<<1, 1, 0, stream>>>(own_control(), layout_, tail_++, parameter);
-    check_cuda(cudaGetLastError(), "publish_task_kernel");
+    const std::string what = name_ + " of '" + names_[parameter] + "'";
+    if (!owns(parameter)) throw std::runtime_error(what + ": this rank does not own it");
+    if (handed_[parameter]) throw std::runtime_error(what + ": handed over before");
+    handed_[parameter] = 1;
+    launch_publish_task(own_control(), layout_, tail_++, parameter, stream);
+    fabric_.launched(stream);
   }
 
   void wait(int count, const int* which, const u64* version, cudaStream_t stream) {
     require_parameters(count, which);
     launch_publish_wait(own_control(), layout_, number_, fabric_.options().rank, count, which,
                         version, fabric_.alarm().watch(), stream);
-    check_cuda(cudaGetLastError(), "publish_wait_kernel");
+    fabric_.launched(stream);
   }
 
  private:
   struct Table {
-    bool star = false;
-    DeviceArray<Seat> seats;
-    std::vector<DeviceArray<Chunk>> chunks;
-    std::vector<DeviceArray<u64>> first;
+    bool star;
+    const Seat* seats;  // on the GPU, by pipeline; null: not there yet
   };
+
+  // Bring an arena to the GPU, where it stays as long as this; where that is.  `seats`: places of
+  // rows of seats, whose pointers `finish` fills in, of seat number `index` among all.
+  template <class Finish>
+  char* place(Arena& arena, const std::vector<u64>& seats, Finish finish) {
+    DeviceBytes memory(arena.bytes());
+    std::size_t index = 0;
+    for (const u64 at : seats) {
+      for (int pipeline = 0; pipeline < shape_.pipelines; ++pipeline) {
+        finish(arena.find<Seat>(at)[pipeline], index++, memory.data());
+      }
+    }
+    SetupStream().copy(memory.data(), arena.data(), arena.bytes(), cudaMemcpyHostToDevice);
+    arenas_.push_back(std::move(memory));
+    return arenas_.back().data();
+  }
 
   // Page-locked, so that a copy to the GPU is in the order of its stream.
   struct PinnedInts {
@@ -232,6 +289,20 @@ class DeviceOperator {
     }
   }
 
+  bool owns(int parameter) const { return parameters_[parameter].node == fabric_.place().node; }
+
+  // Exactly the own parameters of the round have been.
+  void require_handed_over(const int* order, int count) const {
+    std::vector<char> awaited(parameters_.size(), 0);
+    for (int i = 0; i < count; ++i) awaited[order[i]] = owns(order[i]);
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      if (handed_[p] == awaited[p]) continue;
+      throw std::runtime_error(name_ + " of '" + names_[p] + "': " +
+                               (awaited[p] ? "hand it over before its round begins"
+                                           : "handed over, but not in the round"));
+    }
+  }
+
   Seat seat(int pipeline, const TableView& view) const {
     return {fabric_.place(), layout_, view, states_.data() + pipeline,
             fabric_.options().rank, pipeline};
@@ -265,6 +336,7 @@ class DeviceOperator {
     check_cuda(cudaLaunchKernel(kernel<Site>(config_.kind), dim3(unsigned(blocks)), dim3(kThreads),
                                 parameters, 0, stream),
                name_.c_str());
+    fabric_.launched(stream);
   }
 
  public:
@@ -287,15 +359,19 @@ class DeviceOperator {
   int lanes_ = 1;
   DeviceArray<SeatState> states_;
   DeviceArray<RailState> rails_;
+  std::vector<DeviceBytes> arenas_;
   std::vector<Table> tables_;
-  std::vector<std::string> names_;  // of tables; of parameters
+  std::vector<GroupTable> waiting_;  // the last tables, which are not on the GPU yet
+  std::vector<std::string> names_;   // of tables; of parameters
   u64 epoch_ = 0, arrivals_[2] = {0, 0};
   // Publish.
-  DeviceArray<PublishParameter> parameters_;
-  DeviceArray<PublishState> publish_states_;
-  DeviceArray<int> order_;
+  std::vector<PublishParameter> parameters_;
+  std::vector<char> handed_;  // own parameters, since the last round began
+  const PublishParameter* parameters_on_gpu_ = nullptr;
+  PublishState* publish_states_ = nullptr;
+  int* order_ = nullptr;
+  const Seat* seat_ = nullptr;
   std::unique_ptr<PinnedInts> staged_;
-  DeviceArray<Seat> seats_;
   u64 version_ = 0, tail_ = 0;
 };
 

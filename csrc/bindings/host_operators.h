@@ -210,8 +210,10 @@ class HostPublish : public HostOperator {
     parameters_ = std::move(parameters);
     names_ = std::move(names);
     states_.assign(parameters_.size(), PublishState{});
+    sources_.assign(place_.nodes, PublishSource{});
     machine_ = std::make_unique<Publish<HostFabric>>(fabric_, layout_, place_, parameters_.data(),
-                                                     states_.data(), config_.tile_bytes);
+                                                     states_.data(), sources_.data(),
+                                                     config_.tile_bytes);
   }
 
   bool ready() const { return machine_ != nullptr; }
@@ -269,6 +271,7 @@ class HostPublish : public HostOperator {
   std::vector<PublishParameter> parameters_;
   std::vector<std::string> names_;
   std::vector<PublishState> states_;
+  std::vector<PublishSource> sources_;
   std::vector<int> order_;
   std::vector<char> handed_;
   u64 tail_ = 0;

@@ -198,9 +198,8 @@ class PublishBench : Bench {
     std::shuffle(order.begin(), order.end(), random_);
     for (const int p : order) {
       const int node = made.list[p].node;
-      publish_task_kernel<<<1, 1, 0, streams_[1]>>>(control_of(node), layout_, tails[node]++, p);
+      launch_publish_task(control_of(node), layout_, tails[node]++, p, streams_[1]);
     }
-    check_cuda(cudaGetLastError(), "publish_task_kernel");
   }
 
   // The round runs while another stream hands the parameters over and a third waits for them.

@@ -23,7 +23,11 @@
 
 namespace megamuon {
 
+#ifdef MEGAMUON_HOST_WORKERS
+constexpr int kThreads = 32 + MEGAMUON_HOST_WORKERS;
+#else
 constexpr int kThreads = 256;
+#endif
 constexpr int kWorkers = kThreads - 32;
 constexpr int kMaxNodes = 64;    // queues of an operator on a GPU
 constexpr int kMaxBlocks = 16;   // thread groups of a call at one place
@@ -56,12 +60,12 @@ struct Group {
   // `lead()` runs in thread 0, `work(order, worker)` in each worker for every order.
   template <class Lead, class Work>
   __device__ void run(Lead lead, Work work);
-#ifdef MEGAMUON_DEVICE_ON_HOST
+#ifdef MEGAMUON_WORKERS_IN_TURN
   std::function<void()> workers;
 #endif
 };
 
-#ifndef MEGAMUON_DEVICE_ON_HOST
+#ifndef MEGAMUON_WORKERS_IN_TURN
 
 __device__ __forceinline__ void Group::carry_out() {
   barrier_meet(&barrier_memory);
@@ -135,11 +139,11 @@ class Patience {
   __device__ bool wait() {
     if (idle_ == 0) since_ = now_ns();
     ++idle_;
-    if (*reinterpret_cast<volatile uint32_t*>(watch_.aborted) != 0) return false;
+    if (poll_flag(watch_.aborted) != 0) return false;
     if (idle_ > 64) __nanosleep(idle_ > 4096 ? 500 : 50);
     // The mailbox lies behind the bus, so it is read rarely.
     if (idle_ % kRare != 0) return true;
-    if (watch_.mailbox->abort_request != 0) {
+    if (poll_flag(&watch_.mailbox->abort_request) != 0) {
       host_asked_ = true;
       return false;
     }

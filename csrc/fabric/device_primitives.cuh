@@ -11,6 +11,9 @@
 
 #include <cuda_fp16.h>
 
+// An object that the threads of a block share.
+#define MM_SHARED(type, name) __shared__ type name
+
 namespace megamuon {
 
 // --- words ---------------------------------------------------------------------------------------
@@ -37,6 +40,9 @@ __device__ __forceinline__ void add_word(void* word, u64 delta) {
 // Between accesses to one memory through a multicast address and through its ordinary one: it has
 // to lie somewhere on the way from the first to the second, in whichever thread.
 __device__ __forceinline__ void fence_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
+// A flag that somebody may set at any time, and that orders nothing.
+__device__ __forceinline__ unsigned poll_flag(const volatile uint32_t* flag) { return *flag; }
 
 __device__ __forceinline__ u64 now_ns() {
   u64 time;

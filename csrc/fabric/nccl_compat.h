@@ -5,7 +5,8 @@
 // device_api.cu checks.  Compiled against 2.28.9, 2.29.7 and 2.32.3 by `make device-compile`.
 //
 //   2.28.9   LSA pointers and multimem; requirements are zeroed memory; no query of properties
-//   2.29.0   requirements start from an initialiser; ncclCommQueryProperties
+//   2.29.0   requirements start from an initialiser; ncclCommQueryProperties; windows whose order
+//            of writes is strict
 //   2.31.2   GIN as the operators need it: strong signals that add to a word of a window, rail
 //            connections, and without the errors of earlier versions (lost signals, wrong number of
 //            contexts)
@@ -19,6 +20,18 @@
 #define MM_NCCL_HAS_GIN (NCCL_VERSION_CODE >= 23102)
 
 namespace megamuon {
+
+// How a window is registered that others read and write, and how one whose words they raise over
+// the network: there a raise may not overtake the bytes before it, which a network card may let it
+// unless the window forbids that. Without GIN, words are raised by GPUs alone, with their fences.
+constexpr int kDataWindow = NCCL_WIN_COLL_SYMMETRIC;
+#ifdef NCCL_WIN_STRICT_ORDERING
+constexpr int kSignalWindow = NCCL_WIN_COLL_SYMMETRIC | NCCL_WIN_STRICT_ORDERING;
+#elif MM_NCCL_HAS_GIN
+#error "this NCCL has GIN and no NCCL_WIN_STRICT_ORDERING: raises could overtake their data"
+#else
+constexpr int kSignalWindow = NCCL_WIN_COLL_SYMMETRIC;
+#endif
 
 inline ncclDevCommRequirements empty_requirements() {
 #if NCCL_VERSION_CODE >= 22900

@@ -65,7 +65,9 @@ struct Workspace {
   Group group;
   alignas(16) unsigned char seat_memory[sizeof(Seat)];
   u64 first[kMaxNodes + 1];
+  alignas(16) unsigned char source_memory[kMaxNodes * sizeof(PublishSource)];
 
+  __device__ PublishSource* sources() { return reinterpret_cast<PublishSource*>(source_memory); }
   __device__ const Seat& seat() const { return *reinterpret_cast<const Seat*>(seat_memory); }
 
   // All threads of the block, before they part; Group::run has the barrier that follows.
@@ -195,7 +197,7 @@ __device__ __forceinline__ QueueState* load_queues(const Seat& seat, Group& memo
 template <class Site>
 __global__ void __launch_bounds__(kThreads)
     all_gather_kernel(const __grid_constant__ Site site, const __grid_constant__ Call call) {
-  __shared__ Workspace space;
+  MM_SHARED(Workspace, space);
   space.take(site.seat(blockIdx.x));
   const Seat& seat = space.seat();
   const int group = site.group(blockIdx.x);
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Site>
 __global__ void __launch_bounds__(kThreads)
     reduce_scatter_kernel(const __grid_constant__ Site site, const __grid_constant__ Call call) {
-  __shared__ Workspace space;
+  MM_SHARED(Workspace, space);
   space.take(site.seat(blockIdx.x));
   const Seat& seat = space.seat();
   const int group = site.group(blockIdx.x);
@@ -249,7 +251,7 @@ struct Round {
 template <class Site>
 __global__ void __launch_bounds__(kThreads)
     publish_kernel(const __grid_constant__ Site site, const __grid_constant__ Round round) {
-  __shared__ Workspace space;
+  MM_SHARED(Workspace, space);
   space.take(site.seat(blockIdx.x));
   const Seat& seat = space.seat();
   auto fabric = site.fabric(blockIdx.x, seat.place, 0, space.group);
@@ -258,7 +260,7 @@ __global__ void __launch_bounds__(kThreads)
       [&] {
         PublishState* states = round.states + seat.number * round.state_stride;
         Publish<Fabric> op(fabric, seat.layout, seat.place, round.parameters, states,
-                           round.tile_bytes);
+                           space.sources(), round.tile_bytes);
         op.resume(seat.state->published_puts, seat.state->published_tasks);
         op.begin(round.order, round.count, round.version);
         Patience patience(site.watch);
@@ -306,9 +308,8 @@ struct WaitList {
   u64 version[kMost];
 };
 
-#ifdef __CUDACC__
 // Holds a stream until each parameter of the list has arrived in its version.  One thread.
-static __global__ void publish_wait_kernel(const char* control,
+[[maybe_unused]] static __global__ void publish_wait_kernel(const char* control,
                                            const __grid_constant__ ControlLayout layout,
                                            const __grid_constant__ WaitList list,
                                            const __grid_constant__ Watch watch) {
@@ -330,21 +331,6 @@ static __global__ void publish_wait_kernel(const char* control,
     }
   }
 }
-
-inline void launch_publish_wait(const char* control, const ControlLayout& layout, int operation,
-                                int place, int count, const int* which, const u64* version,
-                                const Watch& watch, cudaStream_t stream) {
-  for (int start = 0; start < count; start += WaitList::kMost) {
-    WaitList list{};
-    list.operation = operation, list.place = place;
-    list.count = count - start < WaitList::kMost ? count - start : WaitList::kMost;
-    for (int i = 0; i < list.count; ++i) {
-      list.which[i] = which[start + i], list.version[i] = version[start + i];
-    }
-    publish_wait_kernel<<<1, 1, 0, stream>>>(control, layout, list, watch);
-  }
-}
-#endif
 
 // Why a kernel gave up, for people.  `operation` and `table`: the names of what the numbers stand
 // for.

@@ -34,26 +34,45 @@ struct PublishState {
   u64 version = 0;   // wanted by the round, or last published
   u64 previous = 0;  // before it
   u64 tiles_seen = 0;  // own: posted; other: arrived and passed on
+  int next = -1;       // place in the round's order of the same source's next parameter; -1: none
   bool finished = true;
+};
+
+// Of one node's parameters in a round, places in its order; -1: none.
+struct PublishSource {
+  int open = -1;  // the first that is not over
+  int last = -1;
 };
 
 template <class Fabric, class Rules = Sound>
 class Publish {
  public:
+  // `states`: by parameter; `sources`: by node.
   MM_HD Publish(Fabric& fabric, const ControlLayout& layout, const Geometry& place,
-                const PublishParameter* parameters, PublishState* states, u64 tile_bytes)
+                const PublishParameter* parameters, PublishState* states, PublishSource* sources,
+          u64 tile_bytes)
       : fabric_(fabric),
         layout_(layout),
         place_(place),
         parameters_(parameters),
         states_(states),
+        sources_(sources),
         tile_bytes_(tile_bytes) {}
 
   // Open a round: `count` parameters (in `order`, the same at every place) get `version`.
   MM_HD void begin(const int* order, int count, u64 version) {
     order_ = order, count_ = count, first_open_ = 0;
+    for (int node = 0; node < place_.nodes; ++node) sources_[node] = PublishSource{};
     for (int i = 0; i < count; ++i) {
       PublishState& s = states_[order[i]];
+      PublishSource& source = sources_[parameters_[order[i]].node];
+      if (source.open < 0) {
+        source.open = i;
+      } else {
+        states_[order[source.last]].next = i;
+      }
+      source.last = i;
+      s.next = -1;
       s.previous = s.version;
       s.version = version;
       s.tiles_seen = 0;
@@ -119,36 +138,38 @@ class Publish {
   }
 
   // Tiles that have arrived go on at once.  Owners hand over in the order of the round, so of each
-  // source only the first parameter that is not over is polled, and no source hides another one's
-  // arrivals: a window of parameters over all sources would, and leave the link idle.
+  // source only the first parameter that is not over is polled: a turn costs as many polls as there
+  // are sources, however many parameters are open.  No source hides another one's arrivals: a
+  // window of parameters over all sources would, and leave the link idle.
   MM_HD bool step_relays() {
     bool moved = false;
-    u64 waiting = 0;  // sources (modulo 64) whose next tile has not arrived
-    for (int i = first_open_; i < count_; ++i) {
-      const int index = order_[i];
-      const PublishParameter& p = parameters_[index];
-      PublishState& s = states_[index];
-      const u64 source = u64(1) << (p.node % 64);
-      if (s.finished || p.node == place_.node || (waiting & source) != 0) continue;
-      const u64 all = tiles(p);
-      const bool passes = place_.next() != p.node;
-      for (int n = 0; n < kBurst && s.tiles_seen < all; ++n) {
-        if (!arrived(fabric_.read(layout_.tile_flag(p.first_tile + s.tiles_seen)), s)) {
-          waiting |= source;
-          break;
-        }
-        if (passes && !fabric_.may_put(0)) break;
-        if (passes) post(index, s.tiles_seen);
-        ++s.tiles_seen;
-        moved = true;
+    for (int hop = 1; hop < place_.nodes; ++hop) {
+      const int source = (place_.node + hop) % place_.nodes;
+      while (sources_[source].open >= 0 && relay(order_[sources_[source].open], moved)) {
+        sources_[source].open = states_[order_[sources_[source].open]].next;
       }
-      if (s.tiles_seen == all) {
-        fabric_.set_local(place_.column, layout_.parameter_flag(index), s.version);
-        s.finished = true;
-        moved = true;
-      }
+      // The mutant: one source after the other, each place beginning with the one after it.
+      if (!Rules::sources_do_not_block && sources_[source].open >= 0) break;
     }
     return moved;
+  }
+
+  // Pass on what has arrived of a parameter, at most a burst; whether it is over.
+  MM_HD bool relay(int index, bool& moved) {
+    const PublishParameter& p = parameters_[index];
+    PublishState& s = states_[index];
+    const u64 all = tiles(p);
+    const bool passes = place_.next() != p.node;
+    for (int n = 0; n < kBurst && s.tiles_seen < all; ++n) {
+      if (!arrived(fabric_.read(layout_.tile_flag(p.first_tile + s.tiles_seen)), s)) break;
+      if (passes && !fabric_.may_put(0)) break;
+      if (passes) post(index, s.tiles_seen);
+      ++s.tiles_seen;
+      moved = true;
+    }
+    if (s.tiles_seen < all) return false;
+    fabric_.set_local(place_.column, layout_.parameter_flag(index), s.version);
+    return s.finished = moved = true;
   }
 
   MM_HD bool retire() {
@@ -167,6 +188,7 @@ class Publish {
   const Geometry& place_;
   const PublishParameter* parameters_;
   PublishState* states_;
+  PublishSource* sources_;
   u64 tile_bytes_;
   const int* order_ = nullptr;
   int count_ = 0, first_open_ = 0;

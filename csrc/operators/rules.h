@@ -33,6 +33,8 @@ struct Sound {
   static constexpr bool sum_waits_for_node = true;
   // Publish: flags carry the version, so that an old arrival is not taken for a new one.
   static constexpr bool flags_carry_version = true;
+  // A place looks at every source in each turn: none waits for another.
+  static constexpr bool sources_do_not_block = true;
   // A round is over when its puts have read the copies.
   static constexpr bool retire_waits_for_puts = true;
 };

@@ -57,7 +57,8 @@ class WrappedPublish final : public Publisher {
  public:
   WrappedPublish(SimulatedFabric& fabric, const ControlLayout& layout, const Geometry& place,
                  const PublishParameter* parameters, PublishState* states, u64 tile_bytes)
-      : op_(fabric, layout, place, parameters, states, tile_bytes) {}
+      : sources_(place.nodes),
+        op_(fabric, layout, place, parameters, states, sources_.data(), tile_bytes) {}
   void begin(const int* order, int count, u64 version) override {
     op_.begin(order, count, version);
   }
@@ -65,6 +66,7 @@ class WrappedPublish final : public Publisher {
   bool finished() override { return op_.finished(); }
 
  private:
+  std::vector<PublishSource> sources_;
   Publish<SimulatedFabric, Rules> op_;
 };
 
@@ -113,6 +115,7 @@ MM_WITHOUT(outbox_waits_for_put);
 MM_WITHOUT(acknowledge_after_read);
 MM_WITHOUT(sum_waits_for_node);
 MM_WITHOUT(flags_carry_version);
+MM_WITHOUT(sources_do_not_block);
 MM_WITHOUT(retire_waits_for_puts);
 #undef MM_WITHOUT
 
@@ -144,6 +147,7 @@ const Mutant kMutants[] = {
     {"acknowledge_after_read", true, kReduce<Without_acknowledge_after_read>},
     {"sum_waits_for_node", true, kReduce<Without_sum_waits_for_node>},
     {"flags_carry_version", true, kPublish<Without_flags_carry_version>},
+    {"sources_do_not_block", true, kPublish<Without_sources_do_not_block>},
     {"retire_waits_for_puts", true, kPublish<Without_retire_waits_for_puts>},
     {"weak_signals", true, kSound, Signals::own_data, 2},
     {"unordered_signals", true, kSound, Signals::unordered, 1},

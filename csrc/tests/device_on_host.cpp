@@ -1,4 +1,4 @@
-// The GPU's kernels on a CPU: every block a thread, random cases, against the oracles of
+// The GPU's kernels on a CPU: every block a thread, or several, random cases, against the oracles of
 // loopback_case.h.
 //
 // Owns what of the device code can be run without a GPU: kernels.cuh (pipelines, seats, cursors
@@ -7,6 +7,9 @@
 //
 //   g++ -std=c++17 -O2 -pthread -Icsrc csrc/tests/device_on_host.cpp -o device_on_host
 //   ./device_on_host [cases [seed]]
+//
+// With -DMEGAMUON_HOST_WORKERS=3 -fsanitize=thread the workers of a block are threads too, and a
+// data race ends the program; see device_on_host.h.
 #define MEGAMUON_DEVICE_ON_HOST
 #include <cstdio>
 #include <cstdlib>
@@ -220,8 +223,7 @@ class Bench {
     std::vector<std::thread> threads;
     for (int b = 0; b < int(blocks.size()); ++b) {
       threads.emplace_back([&, b] {
-        blockIdx.x = b;
-        all_gather_kernel<Site>(site, arguments);
+        run_block<Workspace>(b, [&] { all_gather_kernel<Site>(site, arguments); });
       });
     }
     for (std::thread& thread : threads) thread.join();
@@ -247,8 +249,7 @@ class Bench {
     std::vector<std::thread> threads;
     for (int b = 0; b < int(blocks.size()); ++b) {
       threads.emplace_back([&, b] {
-        blockIdx.x = b;
-        kernel(site);
+        run_block<Workspace>(b, [&] { kernel(site); });
       });
     }
     for (std::thread& thread : threads) thread.join();

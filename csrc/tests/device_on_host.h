@@ -1,11 +1,18 @@
 // A CPU's operations in place of csrc/fabric/device_primitives.cuh, for
 // csrc/tests/device_on_host.cpp.
 //
-// Owns what CUDA's words mean there: a block is one thread, its leader; the workers' shares are
-// done by it, one after the other, when it orders them.  So operators, fabrics, kernels and
-// arithmetic run as they are; what does not run is PTX, the barrier of a block and caches that are
-// not coherent.
+// Owns what CUDA's words mean there.  A block is one thread, its leader, and the workers' shares are
+// done by it, one after the other, when it orders them; or, with -DMEGAMUON_HOST_WORKERS=N, a
+// leader and N workers that are threads and meet as on a GPU, at a barrier with the meaning of
+// mbarrier: then ThreadSanitizer sees what the barriers of a block and the words between places
+// order, and what nothing orders.  So operators, fabrics, kernels and arithmetic run as they are;
+// what does not run is PTX, fences (words release and acquire by themselves), and caches that are
+// not coherent: for those see csrc/verification.
 #pragma once
+#ifndef MEGAMUON_HOST_WORKERS
+#define MEGAMUON_WORKERS_IN_TURN
+#endif
+
 #include "../fabric/arithmetic.h"
 #include "../fabric/fabric.h"
 
@@ -18,11 +25,12 @@
 #include <cstring>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #define __device__
 #define __global__
-#define __shared__
+#define MM_SHARED(type, name) type& name = *static_cast<type*>(memory_of_block)
 #define __grid_constant__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -31,6 +39,7 @@ struct BlockIndex {
   int x;
 };
 inline thread_local BlockIndex blockIdx, threadIdx;
+inline thread_local void* memory_of_block = nullptr;
 
 struct uint4 {
   unsigned x, y, z, w;
@@ -85,6 +94,50 @@ inline void add_word(void* word, u64 delta) {
 }
 inline void fence_system() {}
 inline void fence_alias() {}
+
+inline unsigned poll_flag(const volatile uint32_t* flag) {
+  return __atomic_load_n(flag, __ATOMIC_RELAXED);
+}
+
+// A barrier in a word, as mbarrier is: how many still have to arrive, of how many, and the number
+// of times that all have.
+inline void barrier_init(u64* barrier, unsigned threads) {
+  __atomic_store_n(barrier, u64(threads) << 16 | threads, __ATOMIC_RELEASE);
+}
+inline void barrier_meet(u64* barrier) {
+  u64 seen = __atomic_load_n(barrier, __ATOMIC_RELAXED), next;
+  do {
+    const u64 all = seen >> 16 & 0xffff;
+    next = (seen & 0xffff) == 1 ? ((seen >> 32) + 1) << 32 | all << 16 | all : seen - 1;
+  } while (!__atomic_compare_exchange_n(barrier, &seen, next, true, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED));
+  while (__atomic_load_n(barrier, __ATOMIC_ACQUIRE) >> 32 == seen >> 32) sched_yield();
+}
+
+inline thread_local u64* barrier_of_block = nullptr;
+
+// Run a kernel as block number `block`: `call()` in each of its threads, which share a Space.
+template <class Space, class Kernel>
+void run_block(int block, Kernel call) {
+  Space space;
+  u64 barrier;
+  const auto be = [&](int thread) {
+    blockIdx.x = block, threadIdx.x = thread;
+    memory_of_block = &space, barrier_of_block = &barrier;
+    call();
+  };
+#ifdef MEGAMUON_WORKERS_IN_TURN
+  be(0);
+#else
+  std::vector<std::thread> workers;
+  barrier_init(&barrier, MEGAMUON_HOST_WORKERS + 1);
+  for (int worker = 0; worker < MEGAMUON_HOST_WORKERS; ++worker) {
+    workers.emplace_back(be, 32 + worker);
+  }
+  be(0);
+  for (std::thread& worker : workers) worker.join();
+#endif
+}
 
 inline u64 now_ns() {
   timespec t;
@@ -159,3 +212,5 @@ inline uint4 multimem_add16(const char* at, Dtype dtype) {
 }
 
 }  // namespace megamuon
+
+inline void __syncthreads() { megamuon::barrier_meet(megamuon::barrier_of_block); }

@@ -75,6 +75,7 @@ struct ClockedNode {
   ClockedFabric fabric;
   Geometry place;
   std::vector<PublishState> states;
+  std::vector<PublishSource> sources;
   Publish<ClockedFabric> publish;
   u64 tail = 0;
 
@@ -82,7 +83,8 @@ struct ClockedNode {
       : fabric(world, node),
         place{rail.layout.nodes, 1, node, 0},
         states(rail.parameters.size()),
-        publish(fabric, rail.layout, place, rail.parameters.data(), states.data(),
+        sources(rail.layout.nodes),
+        publish(fabric, rail.layout, place, rail.parameters.data(), states.data(), sources.data(),
                 rail.tile_bytes) {}
 
   void settle() {
@@ -254,8 +256,9 @@ class HostNode {
         place_{rail_.layout.nodes, 1, node, 0},
         fabric_(place_, machine.bases(machine.control), machine.header_pointers()),
         states_(rail_.parameters.size()),
+        sources_(machine.rail.layout.nodes),
         publish_(fabric_, rail_.layout, place_, rail_.parameters.data(), states_.data(),
-                 rail_.tile_bytes) {
+                 sources_.data(), rail_.tile_bytes) {
     fabric_.set_pool(machine.bases(machine.pools));
     fabric_.set_link(link);
   }
@@ -336,6 +339,7 @@ class HostNode {
   const Geometry place_;
   HostFabric fabric_;
   std::vector<PublishState> states_;
+  std::vector<PublishSource> sources_;
   Publish<HostFabric> publish_;
   u64 tail_ = 0;
 };
