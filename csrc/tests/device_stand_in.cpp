@@ -132,6 +132,10 @@ int mmd_reduce_scatter_table(mmd_fabric* handle, int op, int segments, const int
   });
 }
 
+int mmd_upload(mmd_fabric* handle) {
+  return handle->attempt([&] { return 0; });  // tables are read where they were made
+}
+
 int mmd_all_gather(mmd_fabric* handle, int op, int table, uint64_t base, uint64_t) {
   return handle->attempt([&] {
     Call call;
@@ -197,9 +201,12 @@ int mmd_publish_begin(mmd_fabric* handle, int op, int parameters, const int* ord
       throw std::runtime_error(found.name() + ": version " + std::to_string(version) +
                                " after version " + std::to_string(found.version));
     }
+    require_handed_over(found, parameters, order);
     found.version = version;
     return engine.change([&] {
       publish.open(order, parameters, version);
+      for (const int p : found.handed) publish.hand_over(p);
+      found.handed.clear();
       return 0;
     });
   });
@@ -211,9 +218,10 @@ int mmd_publish_task(mmd_fabric* handle, int op, int parameter, uint64_t) {
     HostPublish& publish = found.publish();
     const std::string what = found.name() + " of '" + publish.parameter_name(parameter) + "'";
     if (!publish.owns(parameter)) throw std::runtime_error(what + ": this rank does not own it");
-    const bool taken =
-        handle->fabric.engine().change([&] { return publish.hand_over(parameter); });
-    if (!taken) throw std::runtime_error(what + ": not in the round, or handed over before");
+    if (std::count(found.handed.begin(), found.handed.end(), parameter) > 0) {
+      throw std::runtime_error(what + ": handed over before");
+    }
+    found.handed.push_back(parameter);
     return 0;
   });
 }

@@ -25,6 +25,7 @@ struct Entry {
   std::vector<Table> tables;
   std::atomic<int64_t> calls{0};
   u64 version = 0;
+  std::vector<int> handed;  // own parameters, since the last round began
   const mm_operator_config& config() const { return op->config(); }
   const std::string& name() const { return op->name(); }
   HostPublish& publish() const { return static_cast<HostPublish&>(*op); }
@@ -272,6 +273,20 @@ inline int arrived_count(const HostPublish& op, int count, const int* which, con
   int arrived = 0;
   for (int i = 0; i < count; ++i) arrived += op.arrived(which[i]) >= version[i];
   return arrived;
+}
+
+// As on the GPU: exactly the own parameters of the round have been.
+inline void require_handed_over(const Entry& entry, int count, const int* order) {
+  const HostPublish& publish = entry.publish();
+  std::vector<char> awaited(publish.parameters(), 0), handed(publish.parameters(), 0);
+  for (int i = 0; i < count; ++i) awaited[order[i]] = publish.owns(order[i]);
+  for (const int p : entry.handed) handed[p] = 1;
+  for (int p = 0; p < publish.parameters(); ++p) {
+    if (handed[p] == awaited[p]) continue;
+    throw std::runtime_error(entry.name() + " of '" + publish.parameter_name(p) + "': " +
+                             (awaited[p] ? "hand it over before its round begins"
+                                         : "handed over, but not in the round"));
+  }
 }
 
 // As the kernel that holds a stream: it gives up when nothing of the list arrives for a deadline.

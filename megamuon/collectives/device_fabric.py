@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.collectives.base import CollectiveError
-from megamuon.collectives.device_engine import BLOCKS, DeviceEngine, DeviceOperator
+from megamuon.collectives.device_engine import BLOCKS, DeviceEngine
 from megamuon.collectives.device_library import DeviceLibrary
+from megamuon.collectives.device_operator import DeviceOperator
 from megamuon.collectives.device_streams import Streams
 from megamuon.collectives.operators import (
     Nodes,
@@ -82,6 +83,7 @@ class DeviceFabric:
         node_size: int | None = None,
     ) -> None:
         self.label = "nccl"
+        self.waits_on_device = True
         self.group, self.settings = group, settings
         self.rows, self.columns = mesh.rows, mesh.columns
         self.row, self.column = mesh.row, mesh.column
@@ -154,9 +156,12 @@ class DeviceFabric:
     # --- pools -----------------------------------------------------------------------------------
 
     def open(self, nbytes: int) -> DeviceMemory:
-        """See Fabric.open."""
+        """See Fabric.open. NCCL allocates the pool, so torch gives back first what the steps before
+        have left in its cache.
+        """
         if self.memory is not None:
             raise CollectiveError("the symmetric pool is open already")
+        self._streams.release_cache()
         opened: list[int] = []
 
         def windows() -> None:
@@ -174,6 +179,7 @@ class DeviceFabric:
 
     def open_copies(self, nbytes: int) -> DeviceMemory:
         """See Fabric.open_copies."""
+        self._streams.release_cache()
         opened: list[int] = []
 
         def window() -> None:
@@ -182,6 +188,11 @@ class DeviceFabric:
 
         self._together(window)
         return DeviceMemory(opened[0], nbytes, self._streams)
+
+    def upload_tables(self) -> None:
+        """See Fabric.upload_tables."""
+        for operator in self.operators.values():
+            operator.upload()
 
     def _control(self, name: str) -> int:
         return aligned(self._engines[name].control_bytes(self._configs[name]))
@@ -215,16 +226,18 @@ class DeviceFabric:
             engine.check()
 
     def close(self) -> None:
-        """See Fabric.close. Tensors over the pool must not be read any more."""
+        """See Fabric.close. Tensors over the pool must not be read any more. Waits no longer than
+        an operator may stand still.
+        """
         if not self._engines:
             return
         self.operators = {}
         try:
-            if any(engine.error() for engine in self._engines.values()):
-                for engine in self._engines.values():  # closing one waits for the kernels of all
+            failed = any(engine.error() for engine in self._engines.values())
+            if failed or not self._streams.over_within(self.settings.deadline):
+                for engine in self._engines.values():  # they may wait for each other
                     engine.abort()
             else:
-                self._streams.synchronize()
                 barrier(self.group)
         finally:
             self._close_engines()

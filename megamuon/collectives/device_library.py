@@ -74,6 +74,7 @@ SIGNATURES: Mapping[str, tuple[type | None, tuple[type, ...]]] = {
     "mmd_operator_create": (c_int, (c_void_p, c_void_p, c_char_p)),
     "mmd_all_gather_table": (c_int, (*_table, c_char_p)),
     "mmd_reduce_scatter_table": (c_int, (*_table, _words, c_int, c_int, c_int, c_char_p)),
+    "mmd_upload": (c_int, (c_void_p,)),
     "mmd_all_gather": (c_int, (c_void_p, c_int, c_int, c_uint64, c_uint64)),
     "mmd_reduce_scatter": (
         c_int,

@@ -9,6 +9,7 @@ in tests on a CPU. Used, and tested, through ``device_fabric.py``.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,8 +41,13 @@ class Streams(Protocol):
     def current(self) -> int:
         """The stream that computes, as the library takes it."""
 
-    def enter(self, name: str) -> int:
-        """Stream ``name``, which goes on when the current one has come to this point."""
+    def mark(self) -> Event:
+        """This point of the current stream."""
+
+    def enter(self, name: str, after: Event | None = None) -> int:
+        """Stream ``name``, which goes on when the current one has come to this point, or to that of
+        ``after``, a mark.
+        """
 
     def leave(self, name: str, engine: DeviceEngine) -> Event:
         """The point of stream ``name`` after the call that ``engine`` has just put there."""
@@ -54,8 +60,15 @@ class Streams(Protocol):
     def memory(self, address: int, nbytes: int) -> Tensor:
         """``nbytes`` of this rank's memory (uint8), which the caller keeps allocated."""
 
-    def synchronize(self) -> None:
-        """Return when everything that this rank has been given is over."""
+    def over_within(self, seconds: float) -> bool:
+        """Wait until what this rank has put on its streams and the current one is over; False:
+        ``seconds`` are, first. Waits for no other stream, and never without a limit.
+        """
+
+    def release_cache(self) -> None:
+        """Return when everything that this rank has been given is over and its unused memory can
+        be allocated by others than torch.
+        """
 
 
 class CudaStreams:
@@ -69,10 +82,17 @@ class CudaStreams:
         """See Streams."""
         return torch.cuda.current_stream(self.device).cuda_stream
 
-    def enter(self, name: str) -> int:
+    def mark(self) -> Event:
+        """See Streams."""
+        return _CudaEvent(torch.cuda.current_stream(self.device))
+
+    def enter(self, name: str, after: Event | None = None) -> int:
         """See Streams."""
         stream = self._of(name)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if after is None:
+            after = self.mark()
+        with torch.cuda.stream(stream):
+            after.wait()
         return stream.cuda_stream
 
     def leave(self, name: str, engine: DeviceEngine) -> Event:
@@ -93,9 +113,21 @@ class CudaStreams:
         """See Streams."""
         return torch.as_tensor(_Span(address, nbytes), device=self.device)
 
-    def synchronize(self) -> None:
+    def over_within(self, seconds: float) -> bool:
+        """See Streams."""
+        limit = time.monotonic() + seconds
+        streams = [*self._streams.values(), torch.cuda.current_stream(self.device)]
+        for event in [_CudaEvent(stream) for stream in streams]:
+            while not event.query():
+                if time.monotonic() > limit:
+                    return False
+                time.sleep(0.001)
+        return True
+
+    def release_cache(self) -> None:
         """See Streams."""
         torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
     def _of(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:

@@ -55,6 +55,7 @@ class HostFabric:
         SymmetricMemory(group, CONTROL_ALIGNMENT, label="probe").close()  # all ranks can, or none
         self.group = group
         self.label = "host"
+        self.waits_on_device = False
         self.settings = settings = settings or ReadySettings()
         self.nodes = Nodes(columns=mesh.columns, size=node_size or mesh.columns)
         compare(
@@ -108,6 +109,9 @@ class HostFabric:
         self.memory = memory
         barrier(self.group)
         return memory
+
+    def upload_tables(self) -> None:
+        """See Fabric.upload_tables. Here calls read them where they were made."""
 
     def open_copies(self, nbytes: int) -> SymmetricMemory:
         """Make the leaders' copies, the pool of the publish; a collective, once."""

@@ -137,7 +137,9 @@ class Operator(Protocol):
         """Freeze the rail's list: owner node, place in every pool, size and name of each."""
 
     def publish_begin(self, order: Sequence[int], version: int) -> None:
-        """Open a round in which the parameters of ``order`` get ``version``."""
+        """Open a round in which the parameters of ``order`` get ``version``. What moves them may
+        start when the last own one is handed over.
+        """
 
     def publish_task(self, parameter: int) -> None:
         """An own parameter's copy is written: send it."""
@@ -188,6 +190,9 @@ class Fabric(Protocol):
     nodes: Nodes
     operators: dict[str, Operator]  # by the names of the table above
     memory: PoolMemory | None  # of gathers and reductions, once it is open
+    # Whether an operator that waits occupies the device: then nothing that synchronises the device
+    # may come between its start and what it waits for, as first calls of libraries do.
+    waits_on_device: bool
 
     @property
     def control_bytes(self) -> int:
@@ -201,6 +206,11 @@ class Fabric(Protocol):
 
     def open_copies(self, nbytes: int) -> PoolMemory:
         """Make the leaders' copies, the pool of the publish; a collective, once."""
+
+    def upload_tables(self) -> None:
+        """Bring the tables that have been frozen to where calls read them, all at once: a call
+        that has to do it for a later table stops the device for it.
+        """
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where a tensor starts in the pool; None where it lies elsewhere, or there is no pool."""

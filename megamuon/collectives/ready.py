@@ -190,16 +190,26 @@ class ReadyReducer:
         self._queue: deque[StagedWork] = deque()
 
     def pool(
-        self, table: TwoStageTable, window: int, dtypes: Iterable[torch.dtype], *, name: str = ""
+        self,
+        table: TwoStageTable,
+        window: int,
+        dtypes: Iterable[torch.dtype],
+        window_dtype: torch.dtype,
+        *,
+        name: str = "",
     ) -> None:
-        """From now on slots of ``dtypes`` of the group of ``table`` lie in the pool, its window at
-        byte ``window`` of every rank's; errors call the group ``name``. All ranks call this for the
-        same groups in the same order. Raises ValueError for a table that the operator cannot
-        reduce.
+        """From now on slots of ``dtypes`` of the group of ``table`` lie in the pool, its window (of
+        ``window_dtype``) at byte ``window`` of every rank's; errors call the group ``name``. The
+        operators' tables are frozen now, so that no pass has to. All ranks call this for the same
+        groups in the same order. Raises ValueError for a table that the operator cannot reduce.
         """
         for _ in owned_pieces(table):
             pass
         self._pooled[id(table)] = _Pooled(table, window, frozenset(dtypes), name)
+        for dtype in sorted(self._pooled[id(table)].dtypes, key=str):
+            self._table(table, dtype, window_dtype)
+        if self._shares_of(table):
+            self._share_table(table, window_dtype)
 
     def reduce(
         self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
@@ -221,7 +231,7 @@ class ReadyReducer:
             )
         work = Work(handles=[Ticket(self._operator, ticket)], borrows=True, name="reduction")
         later: list[tuple[str, Callable[[], Work]]] = []
-        if self._share is not None and _kept_by_all_rows(table):
+        if self._shares_of(table):
             later.append((STAGE_2_SHARE, lambda: self._share_work(table, at, window.dtype)))
         return _Reduction(work, later, self._queue)
 
@@ -250,6 +260,14 @@ class ReadyReducer:
     def _share_work(self, table: TwoStageTable, at: int, dtype: torch.dtype) -> Work:
         """Row 0's window, which holds the finished sums, to every row."""
         assert self._share is not None
+        ticket = self._share.all_gather(self._share_table(table, dtype), at)
+        return Work(handles=[Ticket(self._share, ticket)], name="reduction")
+
+    def _shares_of(self, table: TwoStageTable) -> bool:
+        return self._share is not None and _kept_by_all_rows(table)
+
+    def _share_table(self, table: TwoStageTable, dtype: torch.dtype) -> int:
+        assert self._share is not None
         key = (id(table), dtype)
         if key not in self._shares:
             nbytes = table.columns.sizes[self.fabric.column] * dtype.itemsize
@@ -260,8 +278,7 @@ class ReadyReducer:
                 nbytes=[nbytes],
                 name=self._name(table, f"share {len(self._shares)}"),
             )
-        ticket = self._share.all_gather(self._shares[key], at)
-        return Work(handles=[Ticket(self._share, ticket)], name="reduction")
+        return self._shares[key]
 
     def _count(self, table: TwoStageTable, window: Tensor) -> None:
         """What the operator sends: contributions inside the row, partial sums along the column."""

@@ -1,10 +1,10 @@
 """Which fabric moves a runtime's bytes, and the opening of its symmetric pool.
 
-Owns the choice of a fabric, what is said about it, and the hook that opens the pool. Invariants:
-all ranks choose alike, because a fabric is made by all of them together or by none; a fabric that
-was asked for by name is had or refused, and only an automatic choice falls back to grouped calls,
-saying why. Tested by ``tests/distributed/test_ready_training.py`` and
-``tests/distributed/test_ready_failures.py``.
+Owns the choice of a fabric, what is said about it, and the hook that opens the pool, freezes all
+tables and hands the publish over to its operator. Invariants: all ranks choose alike, because a
+fabric is made by all of them together or by none; a fabric that was asked for by name is had or
+refused, and only an automatic choice falls back to grouped calls, saying why. Tested by
+``tests/distributed/test_ready_training.py`` and ``tests/distributed/test_ready_failures.py``.
 """
 
 from __future__ import annotations
@@ -237,8 +237,16 @@ class PoolOpener:
                     for kind in ("gradients", "accumulated")
                     if (kind, group.index) in plan.offsets
                 }
-                window = plan.windows[group.index]
-                self.reducer.pool(group.reduce_table, window, dtypes, name=_name(group))
+                self.reducer.pool(
+                    group.reduce_table,
+                    plan.windows[group.index],
+                    dtypes,
+                    group.window.dtype,
+                    name=_name(group),
+                )
+        self.fabric.upload_tables()
+        if self.runtime.engine.publication is not None:
+            self.runtime.engine.publication.use_operator(self.runtime.engine.version)
         self.choice.lines.extend(self._report(plan))
         return True
 

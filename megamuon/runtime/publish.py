@@ -19,7 +19,7 @@ changes no expected number and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,7 +53,8 @@ class Publication:
         fabric: Fabric | None = None,
     ) -> None:
         """``fabric``: its persistent operator publishes, in memory that the column shares; without
-        it, transfers of ``column_group``. Making that memory is a collective.
+        it, transfers of ``column_group``. Making that memory is a collective. An operator that
+        waits on the device takes over from the transfers with ``use_operator``.
         """
         self.synchronous = synchronous
         self._row = mesh.row
@@ -63,31 +64,28 @@ class Publication:
         names = {self._place[p.name]: p.name for p in led}
         rows = {self._place[p.name]: plan.topology.row_of(plan.owner_of(p.name)) for p in led}
         sizes = {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}
-        self.publisher: Publisher | ReadyPublisher
-        if fabric is not None and "publish" in fabric.operators:
+        buffer, operator = None, fabric is not None and "publish" in fabric.operators
+        if fabric is not None and operator:
             memory = fabric.open_copies(_heaviest_copies(groups, plan, mesh, dtype))
-            nbytes = LeaderCopies.bytes_of(sizes, dtype)
-            buffer = memory.tensor(0, nbytes, torch.uint8)
-            self.copies = LeaderCopies(sizes, dtype, device, buffer=buffer)
-            self.publisher = ReadyPublisher(
-                self.copies,
-                fabric,
-                names=names,
-                owner_rows=rows,
-                group=column_group,
-                row=mesh.row,
-                traffic=traffic,
-            )
+            buffer = memory.tensor(0, LeaderCopies.bytes_of(sizes, dtype), torch.uint8)
+        self.copies = LeaderCopies(sizes, dtype, device, buffer=buffer)
+        common = {
+            "names": names,
+            "owner_rows": rows,
+            "group": column_group,
+            "row": mesh.row,
+            "traffic": traffic,
+        }
+        self.publisher: Publisher | ReadyPublisher
+        self._operator: Callable[[], ReadyPublisher] | None = None  # what takes over later
+        if fabric is None or not operator:
+            self.publisher = Publisher(self.copies, **common)
+        elif fabric.waits_on_device:
+            self.publisher = Publisher(self.copies, **common)
+            self._operator = lambda: ReadyPublisher(self.copies, fabric, **common)
         else:
-            self.copies = LeaderCopies(sizes, dtype, device)
-            self.publisher = Publisher(
-                self.copies,
-                names=names,
-                owner_rows=rows,
-                group=column_group,
-                row=mesh.row,
-                traffic=traffic,
-            )
+            self.publisher = ReadyPublisher(self.copies, fabric, **common)
+        self._waited_before = 0.0  # by a publisher that was taken over from
         self._owned_rows = {
             p.name: plan.topology.row_of(plan.owner_of(p.name))
             for p in plan.parameters
@@ -110,6 +108,23 @@ class Publication:
             for segment in group.local
             if self._place[segment.parameter.name] in self._led
         }
+
+    def use_operator(self, version: int) -> None:
+        """Between two steps, after update ``version``: the fabric's operator publishes from now on,
+        where it does not do so already. Every rank calls this.
+
+        What synchronises a GPU without being asked to (first calls of libraries, memory that torch
+        gets or gives back) comes in the first steps, and would wait for a kernel that waits for
+        other ranks; so those steps publish with transfers of the column. The operator's flags know
+        nothing of them, so everything is published once more.
+        """
+        if self._operator is None:
+            return
+        self.publisher.drain()
+        self._waited_before = self.publisher.waited_seconds
+        self.publisher, self._operator = self._operator(), None
+        if version:
+            self.republish(version)
 
     def payload(self, name: str) -> Tensor:
         """The resident copy ``(numel,)`` of a parameter that this rank leads."""
@@ -179,7 +194,7 @@ class Publication:
     @property
     def waited_seconds(self) -> float:
         """Time that gathers have spent waiting for copies."""
-        return self.publisher.waited_seconds
+        return self._waited_before + self.publisher.waited_seconds
 
     @property
     def resident_bytes(self) -> int:

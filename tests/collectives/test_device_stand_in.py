@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import subprocess
-import threading
 from ctypes import c_int, c_uint64
 from pathlib import Path
 from typing import Any
@@ -170,28 +169,21 @@ def publishes(in_column: BareFabric, row: int) -> dict[str, Any]:
     def begin(version: int) -> None:
         assert call.mmd_publish_begin(handle, op, 3, order, version, 0) == 0, in_column.error()
 
-    begin(1)
-    following = threading.Thread(target=begin, args=(5,))  # holds until the first round is over
-    following.start()
     for version in (1, 5):
         versions = (c_uint64 * 3)(version, version, version)
-        following.join(0.0 if version == 5 else 0.05)
-        early = call.mmd_stand_in_arrived(handle, op, 3, order, versions), following.is_alive()
+        early = call.mmd_stand_in_arrived(handle, op, 3, order, versions)
         for p in order:
             if owners[p] == row:
                 in_column.pool(starts[p], sizes[p])[:] = payload(p, sizes[p], version)
                 assert call.mmd_publish_task(handle, op, p, 0) == 0, in_column.error()
+        begin(version)  # holds until the round before is over
         assert call.mmd_publish_wait(handle, op, 3, order, versions, 0) == 0, in_column.error()
-        following.join()
         arrived = call.mmd_stand_in_arrived(handle, op, 3, order, versions)
         same = all(
             np.array_equal(in_column.pool(starts[p], sizes[p]), payload(p, sizes[p], version))
             for p in range(3)
         )
         done.append((early, arrived, same))
-        if version == 1:
-            assert call.mmd_stand_in_round_done(handle, op) == 0
-            assert call.mmd_stand_in_round_wait(handle, op, 0.01) == 1
         in_column.agree(0)  # nobody publishes into a copy that is still compared
     assert call.mmd_stand_in_round_wait(handle, op, SECONDS) == 0
     assert call.mmd_stand_in_round_done(handle, op) == 1
@@ -316,7 +308,7 @@ def test_a_publish_carries_fewer_parameters_than_it_was_made_for(
     ranks: list[dict[str, Any]],
 ) -> None:
     for found in ranks:
-        assert found["publish"] == [((0, True), 1, True), ((0, False), 1, True)]
+        assert found["publish"] == [(0, 1, True), (0, 1, True)]
         assert found["publish again"] == (-1, "publish: version 5 after version 5")
 
 
@@ -374,6 +366,20 @@ def test_who_outlives_a_rank_says_so_and_removes_its_memory(library: Path) -> No
 
 
 # --- misuse --------------------------------------------------------------------------------------
+
+
+def test_a_round_does_not_begin_before_its_own_parameters_are_handed_over(library: Path) -> None:
+    call = load(library)
+    fabric = BareFabric(call, unique_id(library), 0, (1, 1), deadline=0.2)
+    assert fabric.open(POOL) == 0, fabric.error()
+    op = fabric.operator("publish", slots=1, parameters=2, tiles=2, tile_bytes=TILE_BYTES)
+    names = (ctypes.c_char_p * 2)(b"weight", b"bias")
+    columns = arrays([(0, 0, 100), (0, 128, 100)], "iww")
+    assert call.mmd_publish_parameters(fabric.handle, op, 2, *columns, names) == 0
+    assert call.mmd_publish_task(fabric.handle, op, 0, 0) == 0
+    assert call.mmd_publish_begin(fabric.handle, op, 2, (c_int * 2)(0, 1), 1, 0) == -1
+    assert "publish of 'bias': hand it over before its round begins" in fabric.error()
+    fabric.destroy()
 
 
 def test_a_wait_for_what_nobody_sends_ends_at_the_deadline(library: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections.abc import Sequence
 from ctypes import c_int, c_uint64
 from pathlib import Path
@@ -48,6 +49,18 @@ class _Event:
     synchronize = wait
 
 
+class _Over:
+    """A point of the current stream, which is the host: it has passed."""
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    synchronize = wait
+
+
 class _Arrival:
     """Parameters of a publish in their versions."""
 
@@ -83,7 +96,10 @@ class StandInStreams:
     def current(self) -> int:
         return 0
 
-    def enter(self, name: str) -> int:
+    def mark(self) -> _Over:
+        return _Over()
+
+    def enter(self, name: str, after: _Over | None = None) -> int:
         return 0
 
     def leave(self, name: str, engine: DeviceEngine) -> _Event:
@@ -101,9 +117,16 @@ class StandInStreams:
     def memory(self, address: int, nbytes: int) -> Tensor:
         return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
-    def synchronize(self) -> None:
-        for event in self._last.values():
-            event.wait()
+    def over_within(self, seconds: float) -> bool:
+        limit = time.monotonic() + seconds
+        while not all(event.query() for event in self._last.values()):
+            if time.monotonic() > limit:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def release_cache(self) -> None:
+        assert self.over_within(60)
 
 
 @functools.cache
