@@ -1,13 +1,19 @@
-"""The device code on one GPU: what ``tools/gpu_checks.sh`` runs after it has built the libraries.
+"""The device code on GPUs: what ``tools/gpu_checks.sh`` runs after it has built the libraries.
 
-Owns the list of loopback cases and the attempt to run NCCL's device interface with two ranks on one
-GPU. A case is a process of its own, because a fault on a GPU spoils the process that caused it.
-Invariant: a line says "ok" only after every element was compared. Without the libraries or a GPU
-it ends with status 3. Its list of cases is tested by ``tests/test_gpu_checks.py``.
+Owns the list of loopback cases, the attempts to run NCCL's device interface with several ranks (one
+for each GPU, or two on the only one), with and without multicast, and the verdict over all parts. A
+case is a process of its own, because a fault on a GPU spoils the process that caused it.
+Invariants: a line says "ok" only after every element was compared; a part that did not run is
+never counted as passed. Its list of cases and its verdicts are tested by
+``tests/tools/test_gpu_checks.py``.
 
-    python tools/gpu_checks.py loopback --json FILE     the operators on virtual places
-    python tools/gpu_checks.py nccl --json FILE         two ranks of NCCL on this GPU
-    python tools/gpu_checks.py join FILE ... --json FILE
+    python tools/gpu_checks.py loopback --json FILE     the operators on virtual places of one GPU
+    python tools/gpu_checks.py sanitize --json FILE     some of them under compute-sanitizer
+    python tools/gpu_checks.py nccl --multicast on|off --json FILE    ranks of NCCL on these GPUs
+    python tools/gpu_checks.py join FILE ... --json FILE              the verdict over all parts
+
+Exit status: 0 passed; 1 failed; 3 without the libraries or a GPU; 4 nothing failed, and this or
+some part of it did not run, for the reason that is printed.
 """
 
 from __future__ import annotations
@@ -16,14 +22,21 @@ import argparse
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from ctypes import c_double, c_int, c_uint64
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools import gpu_ranks  # noqa: E402
+from tools.gpu_ranks import FAILED, NOT_RUN, PASSED, Report  # noqa: E402
+
 LIBRARY = ROOT / "megamuon" / "_native" / "libmegamuon_loopback.so"
 GATHER, REDUCE, PUBLISH = 0, 1, 2
 KINDS = {GATHER: "gather", REDUCE: "reduce", PUBLISH: "publish"}
@@ -31,6 +44,10 @@ F32, F64, BF16, F16 = 0, 1, 2, 3
 DTYPES = {F32: "f32", F64: "f64", BF16: "bf16", F16: "f16"}
 MIB = 1 << 20
 MAX_BLOCKS = 16
+STATUS = {PASSED: 0, FAILED: 1, NOT_RUN: 4}  # exit status of a part, and of all
+MISSING = 3
+SANITIZER = "compute-sanitizer"
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
 
 
 class NativeCase(ctypes.Structure):
@@ -150,22 +167,23 @@ def run_here(case: Case) -> dict[str, object]:
     return {**found, "error": text.value.decode(errors="replace") if status < 0 else ""}
 
 
-def run_apart(case: Case) -> dict[str, object]:
-    """Run one case in a process of its own."""
-    command = [sys.executable, __file__, "case", json.dumps(asdict(case))]
+def run_apart(case: Case, under: Sequence[str] = (), limit: float = 90) -> dict[str, object]:
+    """Run one case in a process of its own, ``under`` another command, at most ``limit`` s."""
+    command = [*under, sys.executable, __file__, "case", json.dumps(asdict(case))]
     # One hardware queue for all streams would put the publish's tasks behind its waiting kernel.
     environment = {**os.environ, "CUDA_MODULE_LOADING": "EAGER"}
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=90, env=environment, check=False
+            command, capture_output=True, text=True, timeout=limit, env=environment, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": "did not end within 90 s"}
-    try:
-        return json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"error": f"exit status {done.returncode}: {done.stderr.strip()[-400:]}"}
+        return {"error": f"did not end within {limit:g} s"}
+    said = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not said:
+        words = (done.stderr.strip() or done.stdout.strip())[-400:]
+        return {"error": f"exit status {done.returncode}: {words}"}
+    return json.loads(said[-1])
 
 
 def verdict(case: Case, result: dict[str, object]) -> tuple[bool, str]:
@@ -186,13 +204,14 @@ def verdict(case: Case, result: dict[str, object]) -> tuple[bool, str]:
     return True, text
 
 
-def loopback(seconds: float) -> tuple[bool, dict[str, object]]:
-    """Run all cases until ``seconds`` are over; whether all that ran passed."""
-    started, rows, good = time.monotonic(), [], True
+def loopback(seconds: float) -> Report:
+    """Run all cases until ``seconds`` are over."""
+    started, rows, good, left_out = time.monotonic(), [], True, 0
     cases = checked_cases() + timed_cases()
     for number, case in enumerate(cases):
         if time.monotonic() - started > seconds:
-            print(f"gpu_checks: out of time, {len(cases) - number} cases were not run")
+            left_out = len(cases) - number
+            print(f"gpu_checks: out of time, {left_out} cases were not run")
             break
         result = run_apart(replace(case, seed=case.seed + 1000 * number))
         passed, text = verdict(case, result)
@@ -201,150 +220,61 @@ def loopback(seconds: float) -> tuple[bool, dict[str, object]]:
         print(f"{case.name():58}{text}", flush=True)
     passed = sum(bool(row["passed"]) for row in rows)
     print(f"gpu_checks: loopback: {passed} of {len(rows)} cases passed, {len(cases)} in all")
-    return good, {"loopback": rows, "cases": len(cases)}
+    reason = f"out of time: {left_out} of {len(cases)} cases" if left_out else ""
+    status = FAILED if not good else NOT_RUN if reason else PASSED
+    return {"status": status, "reason": reason, "rows": rows, "cases": len(cases)}
 
 
-# --- two ranks of NCCL on one GPU ----------------------------------------------------------------
+def sanitized_cases() -> list[Case]:
+    """Small cases of each kind: a sanitizer slows a kernel down a hundredfold."""
+    small = {"nodes": 2, "columns": 2, "bytes": 64 * 1024, "chunk_bytes": 4096, "calls": 2}
+    patient = {"deadline_seconds": 120.0}
+    return [
+        Case(kind=GATHER, **small, **patient),
+        Case(kind=GATHER, star_bytes=MIB, **small, **patient),
+        Case(kind=REDUCE, slot_dtype=BF16, wire_dtype=BF16, **small, **patient),
+        Case(kind=PUBLISH, **(small | {"columns": 1}), **patient),
+    ]
 
 
-def nccl_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
-    """Communicator, windows, a gather and a reduction at one rank of 1 x ``ranks``."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-    import torch.distributed as dist
-
-    from megamuon.collectives.device_engine import DeviceEngine
-    from megamuon.collectives.device_library import DeviceLibrary, available
-    from megamuon.collectives.device_streams import CudaStreams
-    from megamuon.collectives.host_library import OperatorConfig
-
-    if reason := available():
-        return {"stage": "library", "error": reason}
-    torch.cuda.set_device(0)
-    store = dist.FileStore(store_path, ranks)
-    library = DeviceLibrary()
-    if rank == 0:
-        store.set("id", DeviceEngine.unique_id(library))
-    engine = DeviceEngine(
-        library,
-        bytes(store.get("id")),
-        rank=rank,
-        nodes=1,
-        columns=ranks,
-        device=0,
-        operators=2,
-        deadline=15.0,
-    )
-    stream = torch.cuda.current_stream().cuda_stream
-    found = engine.capability()
-    capability = {name: getattr(found, name) for name, _ in type(found)._fields_}
-    places = tuple(range(ranks))
-    gather = OperatorConfig(
-        kind="all_gather", nodes=1, columns=ranks, ranks=places, control_offset=0, groups=8
-    )
-    reduce = replace(gather, kind="reduce_scatter", control_offset=engine.control_bytes(gather))
-    control = reduce.control_offset + engine.control_bytes(reduce)
-    span = 4 * MIB
-    pool = engine.open(control, 4 * span)
-    memory = CudaStreams(torch.device("cuda:0")).memory(pool, 4 * span)
-    share = span // ranks
-    op, second = engine.operator(gather, "gather"), engine.operator(reduce, "reduce")
-    table = engine.gather_table(op, [(0, k, k * share, share) for k in places], "group")
-    torch.manual_seed(1)
-    expected = torch.randint(0, 255, (span,), dtype=torch.uint8, device="cuda")
-    memory[:span].fill_(0xEE)
-    mine = slice(rank * share, (rank + 1) * share)
-    memory[mine] = expected[mine]
-    for _ in range(3):
-        engine.gather(op, table, 0, stream)
-    torch.cuda.synchronize()
-    engine.check()
-    different = int((memory[:span] != expected).sum())
-
-    numel = span // 4
-    sums = engine.reduce_table(
-        second,
-        [(0, k, k * share // 4, share // 4, 0) for k in places],
-        "group",
-        slot=torch.float32,
-        wire=torch.float32,
-        window=torch.float32,
-    )
-    slots = memory[span : 2 * span].view(torch.float32)
-    slots.copy_(torch.arange(numel, device="cuda") % 1000 + rank)
-    engine.reduce(second, sums, span, 2 * span, stream, first=True, divisor=float(ranks))
-    torch.cuda.synchronize()
-    engine.check()
-    window = memory[2 * span : 2 * span + share].view(torch.float32)
-    mean = (torch.arange(numel, device="cuda") % 1000).float() + (ranks - 1) / 2
-    wrong = int((window != mean[rank * share // 4 : (rank + 1) * share // 4]).sum())
-    engine.close()
-    return {
-        "stage": "done",
-        "error": "",
-        "capability": capability,
-        "gather_differs": different,
-        "reduction_differs": wrong,
-    }
+def sanitize(seconds: float) -> Report:
+    """Some cases under compute-sanitizer, until ``seconds`` are over."""
+    if shutil.which(SANITIZER) is None:
+        return {"status": NOT_RUN, "reason": f"there is no {SANITIZER} on the PATH"}
+    started, rows, good = time.monotonic(), [], True
+    wanted = [(tool, case) for tool in SANITIZERS for case in sanitized_cases()]
+    for tool, case in wanted:
+        if time.monotonic() - started > seconds:
+            break
+        under = [SANITIZER, "--tool", tool, "--error-exitcode", "9"]
+        result = run_apart(case, under, limit=180)
+        passed, text = verdict(case, result)
+        good = good and passed
+        rows.append({"tool": tool, "case": asdict(case), "passed": passed, **result})
+        print(f"{tool:10}{case.name():48}{text}", flush=True)
+    left_out = len(wanted) - len(rows)
+    reason = f"out of time: {left_out} of {len(wanted)} cases" if left_out else ""
+    status = FAILED if not good else NOT_RUN if reason else PASSED
+    return {"status": status, "reason": reason, "rows": rows}
 
 
-def nccl(ranks: int = 2) -> tuple[bool, dict[str, object]]:
-    """Try it and say what happened; only a wrong result is a failure, a refusal is a finding."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "rank"]
-        environment = {**os.environ, "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), f"{folder}/store"],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-            )
-            for rank in range(ranks)
-        ]
-        deadline = time.monotonic() + 75
-        results = [_read_rank(process, deadline) for process in processes]
-    for rank, result in enumerate(results):
-        print(f"gpu_checks: nccl rank {rank}: {json.dumps(result)}")
-    wrong = sum(
-        int(result.get("gather_differs", 0)) + int(result.get("reduction_differs", 0))
-        for result in results
-    )
-    ran = all(result.get("stage") == "done" for result in results)
-    print(
-        "gpu_checks: nccl: "
-        + (
-            f"ran on {ranks} ranks of one GPU, {wrong} elements differ"
-            if ran
-            else "did not run with several ranks on one GPU, for the reasons above"
-        )
-    )
-    return not wrong, {"nccl": results, "ran": ran}
+# --- the verdict over all parts ------------------------------------------------------------------
 
 
-def _read_rank(process: subprocess.Popen[str], deadline: float) -> dict[str, object]:
-    try:
-        output, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        return {"stage": "timeout", "error": output.strip()[-600:]}
-    for line in reversed(output.splitlines()):
-        if line.startswith("{"):
-            return json.loads(line)
-    return {"stage": "crash", "error": output.strip()[-600:]}
-
-
-def run_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
-    """``nccl_rank``, with what it raises as its result."""
-    try:
-        return nccl_rank(rank, ranks, store_path)
-    except Exception as error:  # the finding of the attempt, whatever it is
-        return {"stage": "error", "error": f"{type(error).__name__}: {error}"}
+def join(paths: Sequence[Path]) -> Report:
+    """All parts by the names of their files; a part without a file did not run."""
+    parts: dict[str, Report] = {}
+    for path in paths:
+        part: Report = {"status": NOT_RUN, "reason": "it left no result"}
+        if path.is_file():
+            part = json.loads(path.read_text())
+        if "differs" in part:  # gpu_training.py's
+            part["status"] = FAILED if part["differs"] else PASSED
+        parts[path.stem] = part
+        print(f"gpu_checks: {path.stem:28} {part['status']:8} {part.get('reason', '')}".rstrip())
+    found = {part["status"] for part in parts.values()}
+    status = FAILED if FAILED in found else NOT_RUN if NOT_RUN in found or not parts else PASSED
+    return {"status": status, "parts": parts}
 
 
 # --- command line --------------------------------------------------------------------------------
@@ -353,36 +283,40 @@ def run_rank(rank: int, ranks: int, store_path: str) -> dict[str, object]:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    commands = ("loopback", "nccl", "join", "case", "rank")
+    commands = ("loopback", "sanitize", "nccl", "join", "case", "rank")
     parser.add_argument(
-        "command",
-        choices=commands,
-        help="command: loopback or nccl; the others are parts of them",
+        "command", choices=commands, help="command: what to run; case and rank are parts of others"
     )
     parser.add_argument("rest", nargs="*")
     parser.add_argument("--json", type=Path, help="write the results there")
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no case after so many")
+    parser.add_argument(
+        "--multicast", choices=("on", "off"), default="off", help="nccl: gathers by the switch"
+    )
     options = parser.parse_args(arguments)
     if options.command == "case":
         print(json.dumps(run_here(Case(**json.loads(options.rest[0])))))
         return 0
     if options.command == "rank":
-        print(json.dumps(run_rank(int(options.rest[0]), int(options.rest[1]), options.rest[2])))
+        rank, ranks, store, multicast = options.rest
+        print(json.dumps(gpu_ranks.run_rank(int(rank), int(ranks), store, multicast == "1")))
         return 0
     if options.command == "join":
-        good, report = True, {}
-        for path in map(Path, options.rest):
-            report |= json.loads(path.read_text()) if path.is_file() else {path.stem: "missing"}
+        report = join([Path(path) for path in options.rest])
     elif not LIBRARY.is_file():
         print(
             f"gpu_checks: {LIBRARY} is not there: run tools/gpu_checks.sh on a machine with a GPU"
         )
-        return 3
+        return MISSING
+    elif options.command == "nccl":
+        report = gpu_ranks.nccl(options.multicast == "on")
     else:
-        good, report = loopback(options.seconds) if options.command == "loopback" else nccl()
+        report = {"loopback": loopback, "sanitize": sanitize}[options.command](options.seconds)
+    if options.command != "join" and report["status"] != PASSED:
+        print(f"gpu_checks: {options.command}: {report['status']}: {report['reason']}")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if good else 1
+    return STATUS[str(report["status"])]
 
 
 if __name__ == "__main__":

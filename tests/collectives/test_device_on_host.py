@@ -83,7 +83,7 @@ MUTANTS = {
     ),
 }
 
-# Those that only workers which are threads show, few enough that a chunk is several batches of each.
+# Those that only workers which are threads show; they are few, so that a chunk is several batches.
 THREAD_MUTANTS = {
     "the last bytes of a batch are left out": (
         1,
