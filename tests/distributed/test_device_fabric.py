@@ -4,6 +4,7 @@ kernels, without the kernels.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megamuon.collectives.device_fabric import DeviceFabric
 from megamuon.collectives.operators import ReadySettings, TableRefused
 from megamuon.mesh import MeshError, new_group
 from megamuon.runtime import fabric as choice
+from megamuon.runtime.publish import Publication
 from tests.support.device_stand_in import stand_in_library
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks, run_ranks_outcomes
@@ -43,10 +45,25 @@ def stand_in() -> Path:
     return stand_in_library()
 
 
+def _watch_publishers(seen: list[str]) -> None:
+    """Write down who publishes before and after the pool opens."""
+    use_operator = Publication.use_operator
+
+    def watched(publication: Publication, version: int) -> None:
+        seen.append(f"{type(publication.publisher).__name__} up to update {version}")
+        use_operator(publication, version)
+        seen.append(type(publication.publisher).__name__)
+
+    Publication.use_operator = watched  # type: ignore[method-assign]
+
+
 def _train(rank: int, world: int, library: Path) -> dict[str, Any]:
     choice.device_parts = lambda device: stand_in_parts(library)
     found: dict[str, Any] = {}
+    publishers: list[str] = []
+    _watch_publishers(publishers)
     for name in CHOSEN:
+        publishers.clear()
         run = RUNS[name]
         mesh = mesh_of(rank, world, rows=run.case.rows, tp=run.case.tp)
         c = train(run, mesh, "grouped")
@@ -54,6 +71,7 @@ def _train(rank: int, world: int, library: Path) -> dict[str, Any]:
         found[name] = {
             "other": difference(c, d),
             **{key: d[key] for key in ("opened", "left_out", "notes")},
+            "publishers": list(publishers),
         }
     return found
 
@@ -75,6 +93,17 @@ def test_line_d_over_the_device_interface_is_line_c_bit_for_bit(
         assert chosen.startswith("collectives: ready on the nccl fabric, ")
         assert "gathers by a store for each GPU, nodes in one NVLink domain; " in chosen
         assert opened.startswith("symmetric pool open: ")
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_the_operator_publishes_from_the_opening_of_the_pool_on(
+    results: list[dict[str, Any]], name: str
+) -> None:
+    """Before it, first calls of libraries synchronise a GPU, which a waiting kernel would hang."""
+    several_rows = RUNS[name].case.rows > 1
+    for result in results:
+        taken_over = [re.sub(r"\d+$", "N", text) for text in result[name]["publishers"]]
+        assert taken_over == (["Publisher up to update N", "ReadyPublisher"] * several_rows)
 
 
 def _train_on_nodes(rank: int, world: int, library: Path) -> dict[str, list[tuple[float, float]]]:
