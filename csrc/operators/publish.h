@@ -38,10 +38,10 @@ struct PublishState {
   bool finished = true;
 };
 
-// Of one node's parameters in a round, places in its order; -1: none.
+// Of the other nodes' parameters in a round, places in its order.
 struct PublishSource {
-  int open = -1;  // the first that is not over
-  int last = -1;
+  int open = -1;  // by rank: the first of a source that is not over, in the order of the round
+  int last = -1;  // by node, while the round is opened; -1: none
 };
 
 template <class Fabric, class Rules = Sound>
@@ -62,16 +62,15 @@ class Publish {
   // Open a round: `count` parameters (in `order`, the same at every place) get `version`.
   MM_HD void begin(const int* order, int count, u64 version) {
     order_ = order, count_ = count, first_open_ = 0;
+    open_sources_ = 0;
     for (int node = 0; node < place_.nodes; ++node) sources_[node] = PublishSource{};
     for (int i = 0; i < count; ++i) {
       PublishState& s = states_[order[i]];
-      PublishSource& source = sources_[parameters_[order[i]].node];
-      if (source.open < 0) {
-        source.open = i;
-      } else {
-        states_[order[source.last]].next = i;
-      }
-      source.last = i;
+      const int node = parameters_[order[i]].node;
+      int& last = sources_[node].last;
+      if (last >= 0) states_[order[last]].next = i;
+      if (last < 0 && node != place_.node) sources_[open_sources_++].open = i;
+      last = i;
       s.next = -1;
       s.previous = s.version;
       s.version = version;
@@ -139,19 +138,42 @@ class Publish {
 
   // Tiles that have arrived go on at once.  Owners hand over in the order of the round, so of each
   // source only the first parameter that is not over is polled: a turn costs as many polls as there
-  // are sources, however many parameters are open.  No source hides another one's arrivals: a
-  // window of parameters over all sources would, and leave the link idle.
+  // are sources, however many parameters are open.  What comes first in the round goes first; no
+  // source hides another one's arrivals: a window of parameters over all sources would, and leave
+  // the link idle.
   MM_HD bool step_relays() {
     bool moved = false;
-    for (int hop = 1; hop < place_.nodes; ++hop) {
-      const int source = (place_.node + hop) % place_.nodes;
-      while (sources_[source].open >= 0 && relay(order_[sources_[source].open], moved)) {
-        sources_[source].open = states_[order_[sources_[source].open]].next;
+    for (int k = 0; k < open_sources_;) {
+      const int index = order_[sources_[k].open];
+      if ((!Rules::sources_do_not_block && !nearest(k)) || !relay(index, moved)) {
+        ++k;
+        continue;
       }
-      // The mutant: one source after the other, each place beginning with the one after it.
-      if (!Rules::sources_do_not_block && sources_[source].open >= 0) break;
+      const int next = states_[index].next;
+      int to = k;  // of the source, which may now stand behind others, or be over
+      while (to + 1 < open_sources_ && (next < 0 || sources_[to + 1].open < next)) {
+        sources_[to].open = sources_[to + 1].open;
+        ++to;
+      }
+      if (next >= 0) {
+        sources_[to].open = next;
+      } else {
+        --open_sources_;
+      }
     }
     return moved;
+  }
+
+  // The mutant: one source after the other, each place beginning with the node after it.
+  MM_HD bool nearest(int k) const {
+    for (int other = 0; other < open_sources_; ++other) {
+      if (hops(other) < hops(k)) return false;
+    }
+    return true;
+  }
+  MM_HD int hops(int k) const {
+    const int node = parameters_[order_[sources_[k].open]].node;
+    return (node - place_.node + place_.nodes) % place_.nodes;
   }
 
   // Pass on what has arrived of a parameter, at most a burst; whether it is over.
@@ -192,6 +214,7 @@ class Publish {
   u64 tile_bytes_;
   const int* order_ = nullptr;
   int count_ = 0, first_open_ = 0;
+  int open_sources_ = 0;  // other nodes with parameters that are not over
   u64 posted_ = 0;  // puts since the operator was made
   u64 head_ = 0;    // own tasks taken since then
 };
