@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megamuon.kernels.linear import SLOT, GradientSlot, adjacent, fused, weight_gradients
+from megamuon.kernels.linear import (
+    SLOT,
+    Destination,
+    adjacent,
+    destinations,
+    fused,
+    weight_gradients,
+)
 
 BACKENDS = ("auto", "grouped", "loop")
 _PRODUCT = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
@@ -111,10 +118,13 @@ class _Grouped(torch.autograd.Function):
                 flat, blocks, ends, ctx.stops, ctx.rest, inputs.shape[1], transposed=False
             )
         to_weights: list[Tensor | None] = [None] * (len(wanted) - 4)
-        if any(wanted[4:]) and ends is not None:
-            to_weights = _grouped_gradients(blocks, wanted[4:], flat, inputs, ends)
-        elif any(wanted[4:]):
-            to_weights = _looped_gradients(blocks, wanted[4:], flat, inputs, ctx.stops)
+        weights = [weight for block in blocks for weight in block]
+        asked = destinations(weights, wanted[4:], ctx.next_functions[2:])
+        if any(want for want, _ in asked):
+            if ends is not None:
+                to_weights = _grouped_gradients(blocks, asked, flat, inputs, ends)
+            else:
+                to_weights = _looped_gradients(blocks, asked, flat, inputs, ctx.stops)
         return (to_inputs, None, None, None, *to_weights)
 
 
@@ -152,7 +162,7 @@ def _rows_by_experts(
 
 def _looped_gradients(
     blocks: Sequence[Sequence[nn.Parameter]],
-    wanted: Sequence[bool],
+    asked: Sequence[Destination],
     flat: Tensor,
     inputs: Tensor,
     stops: Sequence[int],
@@ -161,15 +171,15 @@ def _looped_gradients(
     results: list[Tensor | None] = []
     start = 0
     for index, (block, stop) in enumerate(zip(blocks, stops, strict=True)):
-        asked = wanted[index * len(block) : (index + 1) * len(block)]
-        results += weight_gradients(block, asked, flat[start:stop], inputs[start:stop])
+        here = asked[index * len(block) : (index + 1) * len(block)]
+        results += weight_gradients(block, here, flat[start:stop], inputs[start:stop])
         start = stop
     return results
 
 
 def _grouped_gradients(
     blocks: Sequence[Sequence[nn.Parameter]],
-    wanted: Sequence[bool],
+    asked: Sequence[Destination],
     flat: Tensor,
     inputs: Tensor,
     ends: Tensor,
@@ -179,27 +189,22 @@ def _grouped_gradients(
     starts = torch.nn.functional.pad(ends[:-1], (1, 0))
     # Kernels differ in what they leave for an expert without rows.
     product.masked_fill_((starts == ends)[:, None, None], 0)
-    weights = [weight for block in blocks for weight in block]
-    slots: list[GradientSlot | None] = [
-        getattr(weight, SLOT, None) if want else None
-        for weight, want in zip(weights, wanted, strict=True)
-    ]
-    ready = [slot for slot in slots if slot is not None]
+    ready = [slot for _, slot in asked if slot is not None]
     for slot in ready:
         slot.ensure_slot()
-    if len(ready) == len(weights) and len({slot.written for slot in ready}) == 1:
+    if len(ready) == len(asked) and len({slot.written for slot in ready}) == 1:
         gradients, members = [slot.gradient for slot in ready], len(blocks[0])
         if adjacent(gradients):
-            whole = stacked([gradients[i : i + members] for i in range(0, len(slots), members)])
+            whole = stacked([gradients[i : i + members] for i in range(0, len(asked), members)])
             whole.add_(product) if ready[0].written else whole.copy_(product)
             for slot in ready:
                 slot.written = True
-            return [None] * len(weights)
+            return [None] * len(asked)
     results: list[Tensor | None] = []
     for index, block in enumerate(blocks):
         parts = product[index].split([weight.shape[0] for weight in block])
         for part in parts:
-            slot, want = slots[len(results)], wanted[len(results)]
+            want, slot = asked[len(results)]
             if slot is not None:
                 slot.store(part)
             results.append(part if want and slot is None else None)

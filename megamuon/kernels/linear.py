@@ -4,9 +4,10 @@ Owns ``linear``, an autograd function over one or several weights that lie back 
 block*), and the ``GradientSlot`` that a runtime may hang on a parameter. Invariant: without slots
 it is numerically the plain ``F.linear`` with ordinary gradients; with slots the weight-gradient
 GEMM writes straight into them (the first write of a micro-batch stores, later ones add) and
-autograd receives None, so no gradient is copied. The backward asks the slot's owner for the weights
-itself, so it never reads a released view, whatever the outputs of a module look like. Tested by
-``tests/kernels/test_linear.py``.
+autograd receives None, so no gradient is copied. A backward pass that asks for other gradients only
+(``torch.autograd.grad``, ``backward(inputs=...)``) writes nothing. The backward asks the slot's
+owner for the weights itself, so it never reads a released view, whatever the outputs of a module
+look like. Tested by ``tests/kernels/test_linear.py``.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ def fused(tensors: Sequence[Tensor]) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, count: int, *parameters: nn.Parameter | None) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, count: int, *parameters: nn.Parameter) -> Tensor:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(inputs)
         # Weights are kept as parameters, not as saved tensors: their storage may be released and
         # refilled between forward and backward, and only the slot knows how to bring it back.
         ctx.weights, ctx.biases = weights, biases
-        bias = fused(biases) if biases and biases[0] is not None else None
+        bias = fused(biases) if biases else None
         return torch.nn.functional.linear(inputs, fused(weights), bias)
 
     @staticmethod
@@ -101,23 +102,47 @@ class _Linear(torch.autograd.Function):
         if wanted[0]:
             to_inputs = (flat @ fused(weights)).view(*gradient.shape[:-1], weights[0].shape[1])
         count = len(weights)
-        to_weights = weight_gradients(weights, wanted[2 : 2 + count], flat, inputs)
-        to_biases = _bias_gradients(ctx.biases, wanted[2 + count :], flat)
+        edges = ctx.next_functions[1:]  # of the tensors among the arguments: inputs come first
+        asked = destinations(weights, wanted[2 : 2 + count], edges[:count])
+        to_weights = weight_gradients(weights, asked, flat, inputs)
+        asked = destinations(ctx.biases, wanted[2 + count :], edges[count:])
+        to_biases = _bias_gradients(ctx.biases, asked, flat)
         return (to_inputs, None, *to_weights, *to_biases)
 
 
+# Whether a gradient is to be computed, and where it goes; None: back to autograd.
+Destination = tuple[bool, GradientSlot | None]
+
+
+def destinations(
+    parameters: Sequence[nn.Parameter], wanted: Sequence[bool], edges: Sequence[tuple[Any, int]]
+) -> list[Destination]:
+    """Where each parameter's gradient goes in the running backward pass.
+
+    ``wanted`` and ``edges`` are a function node's ``needs_input_grad`` and ``next_functions`` of
+    these parameters. ``needs_input_grad`` says what the forward pass knew; what this pass asks for
+    shows in whether autograd will run the node that accumulates into the parameter.
+    """
+    found: list[Destination] = []
+    for parameter, want, (node, _) in zip(parameters, wanted, edges, strict=True):
+        slot = getattr(parameter, SLOT, None) if want else None
+        if slot is not None:
+            try:
+                want = torch._C._will_engine_execute_node(node)
+            except RuntimeError:  # torch.autograd.grad asks for this parameter: it gets a tensor
+                slot = None
+        found.append((want, slot if want else None))
+    return found
+
+
 def weight_gradients(
-    weights: Sequence[nn.Parameter], wanted: Sequence[bool], flat: Tensor, inputs: Tensor
+    weights: Sequence[nn.Parameter], asked: Sequence[Destination], flat: Tensor, inputs: Tensor
 ) -> list[Tensor | None]:
     """One GEMM into adjacent slots where all members are wanted and in the same state; else one per
     member.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])
-    slots = [
-        getattr(weight, SLOT, None) if want else None
-        for weight, want in zip(weights, wanted, strict=True)
-    ]
-    ready = [slot for slot in slots if slot is not None]
+    ready = [slot for _, slot in asked if slot is not None]
     for slot in ready:
         slot.ensure_slot()
     if len(ready) == len(weights) > 1 and len({slot.written for slot in ready}) == 1:
@@ -129,7 +154,7 @@ def weight_gradients(
             return [None] * len(weights)
     results: list[Tensor | None] = []
     start = 0
-    for weight, want, slot in zip(weights, wanted, slots, strict=True):
+    for weight, (want, slot) in zip(weights, asked, strict=True):
         part = flat[:, start : start + weight.shape[0]]
         start += weight.shape[0]
         if not want:
@@ -151,18 +176,14 @@ def _product(out: Tensor, flat: Tensor, rows: Tensor, accumulate: bool) -> None:
 
 
 def _bias_gradients(
-    biases: Sequence[nn.Parameter | None], wanted: Sequence[bool], flat: Tensor
+    biases: Sequence[nn.Parameter], asked: Sequence[Destination], flat: Tensor
 ) -> list[Tensor | None]:
     results: list[Tensor | None] = []
-    total = flat.sum(0) if any(wanted) else None
+    total = flat.sum(0) if any(want for want, _ in asked) else None
     start = 0
-    for bias, want in zip(biases, wanted, strict=True):
-        if bias is None:
-            results.append(None)
-            continue
+    for bias, (want, slot) in zip(biases, asked, strict=True):
         part = total[start : start + bias.shape[0]] if want else None  # type: ignore[index]
         start += bias.shape[0]
-        slot = getattr(bias, SLOT, None)
         if part is not None and slot is not None:
             slot.store(part)
             part = None

@@ -1,14 +1,14 @@
 """What all ranks must agree on before the first collective of training, and the proof that they do.
 
-Owns the exchange of the plan's digest, and of the pool's. Invariant: ranks that disagree stop with
-a message that names the ranks and the first entry that differs; none of them hangs. Tested by
-``tests/distributed/test_agreement.py``.
+Owns the exchange of the plan's digest, and of the pool's, and what an engine settles in between
+(``WorldAgreement``). Invariant: ranks that disagree stop with a message that names the ranks and
+the first entry that differs; none of them hangs. Tested by ``tests/distributed/test_agreement.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 import torch.distributed as dist
@@ -123,3 +123,23 @@ def integers_of_rank_zero(
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
     return tuple(int(value) for value in tensor.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldAgreement:
+    """What all ranks of ``group`` settle together (``engine.Agreement``); None: one rank."""
+
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    def rank_zeros(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """See Agreement."""
+        return integers_of_rank_zero(values, self.group, self.device)
+
+    def largest(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """See Agreement."""
+        if self.group is None:
+            return values
+        tensor = torch.tensor(values, dtype=torch.int64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tuple(int(value) for value in tensor.tolist())

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megamuon.collectives import Transport, TwoStageReducer, build_transport
+from megamuon.collectives.call_check import CallCheck
 from megamuon.collectives.operators import Fabric
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
 from megamuon.collectives.traffic import Traffic
@@ -32,7 +33,7 @@ from megamuon.optim import (
     Soap,
 )
 from megamuon.ownership.plan import OwnershipPlan
-from megamuon.runtime.agreement import integers_of_rank_zero
+from megamuon.runtime.agreement import WorldAgreement
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import PieceExchange, sum_in_order
@@ -40,6 +41,8 @@ from megamuon.runtime.fabric import FabricChoice, choose_fabric
 from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication
+from megamuon.runtime.reductions import Reductions
+from megamuon.runtime.rounds import Rounds
 from megamuon.runtime.step import OwnerStep
 
 
@@ -140,18 +143,28 @@ def build_parts(
         owner=lambda parameter: plan.tp_owner_of(parameter.name),
         traffic=traffic,
     )
-    engine = Engine(
-        groups,
-        transport,
-        reduce=reducer.reduce,
-        zero_stage=config.zero_stage,
-        kept=kept_groups(groups),
-        agree=lambda values: integers_of_rank_zero(values, grid.world, device),
-        sent_dtype=config.sent_dtype,
-        publication=publication,
+    names = [group.name for group in groups]
+    checked = config.check_collective_order
+    reductions = Reductions(
+        reducer.reduce,
+        several_rows=mesh.rows > 1,
         sum_over_tp=(lambda parts: sum_in_order(parts, gradient_group, traffic))
         if mesh.tp > 1
         else None,
+        check=CallCheck("reduction", transport.reduce_group, names) if checked else None,
+    )
+    row_group = transport.gather_group  # the rounds have their place in the order of the gathers
+    engine = Engine(
+        groups,
+        transport,
+        reductions=reductions,
+        zero_stage=config.zero_stage,
+        kept=kept_groups(groups),
+        agreement=WorldAgreement(group=grid.world, device=device),
+        rounds=Rounds(row_group, len(groups)) if row_group is not None else None,
+        sent_dtype=config.sent_dtype,
+        publication=publication,
+        check=CallCheck("gather", transport.gather_group, names) if checked else None,
     )
     matrices = None
     if config.optimizer.whole_matrices:
@@ -175,6 +188,7 @@ def build_parts(
         matrices=matrices,
         publication=publication,
         traffic=traffic,
+        riders=engine,
     )
     return Parts(
         engine=engine,

@@ -85,6 +85,7 @@ class RuntimeConfig:
     ns_cost: str = "closed-form"  # measured, file or closed-form
     ns_cost_file: str | None = None
     ns_cost_cache: str | None = None  # a directory; measured times are kept there
+    check_collective_order: bool = False  # every call says which layer group it is for
     seed: int = 1234
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 

@@ -1,10 +1,12 @@
 """When bytes move: gathers, reductions and releases of the layer groups.
 
 Owns the life of every group through a forward and a backward pass. Invariants: gathers and
-reductions each follow one frozen order on all ranks (see [Note: frozen order] in ``order.py``); a
-group that computes is gathered; nothing that autograd may still read is released; a recomputed
-forward neither prefetches, records, nor releases. Tested by
-``tests/distributed/test_runtime_rules.py`` and the equivalence tests.
+reductions each follow one frozen order on all ranks (see [Note: frozen order] in ``order.py``); no
+rank waits for a collective while a peer that must join it waits for one that this rank has not
+issued; a group that computes is gathered; nothing that autograd may still read is released; a
+recomputed forward neither prefetches, records, nor releases. Tested by
+``tests/distributed/test_runtime_rules.py``, ``tests/distributed/test_runtime_fuzz.py`` and the
+equivalence tests.
 
 [Note: what may be released when]
 
@@ -12,34 +14,56 @@ ZeRO-3 releases a group after its forward and gathers it again for its backward;
 between; ZeRO-1 keeps it for life and gathers it once per update, into the same memory. A group that
 several modules use (tied weights), and the group of loose root parameters, is *kept* from forward
 to backward at any stage: it is needed at both ends of the pass, where a second gather would have to
-overtake all others. After a forward without gradients everything is released, but at ZeRO-1.
+overtake all others. So is one that the last pass used twice (``[Note: gathered again]`` in
+``rounds.py``). After a forward without gradients everything is released, but at ZeRO-1.
 
 In the backward pass a group is released when all of its trainable parameters have their gradients:
 every operation that read them has run. A group with frozen members has no such sign for those, and
-waits for the gradients of its module's inputs.
+waits for the gradients of the inputs of all its uses that are alive (``Use``). What has no sign at
+all is released at the end of the pass.
 
 A buffer in the symmetric pool shares its range with buffers that were never alive together with it
 in the recorded pass. Where a later pass goes another way, ``leases`` makes room when such a buffer
 comes alive; a prefetch without room is left until its group is needed.
+
+[Note: who waits for whom]
+
+Gathers and reductions travel on communicators of their own, and at ZeRO-3 a backward pass waits on
+both. Each has one order on all ranks, but that is not enough: a rank that waits for a reduction
+which a peer will only start at the end of its pass, while that peer waits for a gather which this
+rank has not issued, waits for ever. It takes one rank that skips a layer in a deep model. So the
+two orders are read as one. With places counted from the last layer down, the reduction of the
+group at place p comes before the gather at p + LAG. A rank issues that gather only when it has
+started the reduction, complete or not; and before it starts a reduction, which may wait for older
+ones, it has issued the gathers up to the same place. Then the first collective that is not over has
+been issued by every rank that waits, so it ends.
+
+A reduction that had to start before all gradients of its group were there sends what there is. What
+comes later stays in the slots, joins the next reduction of the group, or is reduced before the
+update: the norm's exchange tells all ranks whether there is any (``values``, ``settle``). A model
+that all ranks run in the recorded order never needs that.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Variable
 
-from megamuon.collectives import StagedWork, Transport, TwoStageTable, Work
+from megamuon.collectives import Transport, Work
+from megamuon.collectives.call_check import CallCheck
 from megamuon.runtime.buffers import FlatBuffer
-from megamuon.runtime.layer_group import LayerGroup
-from megamuon.runtime.order import Cursor, recorded_order
+from megamuon.runtime.layer_group import LayerGroup, Use
+from megamuon.runtime.order import Cursor, follows, merged_order
 from megamuon.runtime.publish import Publication
+from megamuon.runtime.reductions import Reductions
+from megamuon.runtime.rounds import Round, Rounds
 
-OUTSTANDING = 2  # reductions in flight; each keeps its slots or its send buffer alive
+LAG = 3  # places by which a reduction may fall behind the gathers before it starts incomplete
 
 
 def backward_running() -> bool:
@@ -47,19 +71,31 @@ def backward_running() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Reducer(Protocol):
-    """Mean of a group's slots over all data-parallel ranks, into the windows of their holders."""
-
-    def __call__(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
-    ) -> StagedWork: ...
-
-
 class Leases(Protocol):
     """Which ranges of the symmetric pool are in use."""
 
     def free(self, group: LayerGroup) -> bool:
         """Whether a gather of ``group`` would find its range free."""
+
+
+class Agreement(Protocol):
+    """What the ranks of a runtime settle among themselves; every call is a collective."""
+
+    def rank_zeros(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """Rank 0's integers, on every rank."""
+
+    def largest(self, values: tuple[int, ...]) -> tuple[int, ...]:
+        """The largest integer of all ranks at each place."""
+
+
+class _Sweep:
+    """The end of one backward pass, held by autograd's task alone: it is gone when the task is."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = run
+
+    def __call__(self) -> None:
+        self.run()
 
 
 class Engine:
@@ -70,50 +106,60 @@ class Engine:
         groups: Sequence[LayerGroup],
         transport: Transport,
         *,
-        reduce: Reducer,
+        reductions: Reductions,
         zero_stage: int,
-        kept: set[int],
-        agree: Callable[[tuple[int, ...]], tuple[int, ...]],
+        kept: Iterable[int],
+        agreement: Agreement,
+        rounds: Rounds | None = None,
         sent_dtype: torch.dtype | None = None,
         publication: Publication | None = None,
-        sum_over_tp: Callable[[Sequence[Tensor]], None] | None = None,
+        check: CallCheck | None = None,
     ) -> None:
+        """``rounds``: of this rank's row, None where it is alone in it. ``check``: of gathers."""
         self.groups = tuple(groups)
         self.transport = transport
+        self.reductions = reductions
         self.publication = publication
         self.leases: Leases | None = None  # of the symmetric pool, once it is open
         self.micro_batch_done: Callable[[], None] | None = None  # called at the end of a backward
-        # True: slots stay alive until their reduction is over, as one that reads them in place
-        # wants it, whatever this transport needs. A recording must see that.
-        self.hold_slots = False
         if sent_dtype is not None:
             for group in self.groups:
                 if sent_dtype != group.weights.raw.dtype:
                     group.send_in(sent_dtype)
-        self._reduce_slots = reduce
-        self._sum_over_tp = sum_over_tp
         self.zero_stage = zero_stage
-        self.kept = set(kept)
+        self.kept = self._always_kept = frozenset(kept)
         self.version = 0  # applied updates
         self.accumulate_only = False  # True: this micro-batch keeps its gradients on the rank
         self.accumulated = False  # some micro-batch has done so and nothing was reduced since
         self.copied_bytes = 0  # gradient bytes that had to be copied into their slots
         self.born_bytes = 0  # gradient bytes that were written there
-        self._agree = agree  # rank 0's integers, on every rank
-        self._used: list[int] | None = []  # order of use, until it is frozen
+        self.incomplete_reductions = 0  # started before all gradients of their group were there
+        self._agreement = agreement
+        self._rounds = rounds if zero_stage == 3 else None
+        self._check = check
         self._freeze(tuple(range(len(self.groups))))
+        # --- this forward pass ---
+        self._in_forward = False
+        self._used: dict[int, None] = {}  # in the order of first use
+        self._reused: set[int] = set()
+        # --- the recorded order ---
+        self._recorded = False  # a first order has been agreed on
+        self._latest: tuple[tuple[int, ...], ...] = ()  # orders of the last two training passes
+        self._order_due = False  # all ranks take rank 0's latest order after this step
+        # --- this backward pass ---
         self._in_backward = False
         self._task = -1
+        self._sweep: weakref.ref[_Sweep] | None = None
+        self._ahead: frozenset[int] = frozenset()  # gathered before all others in this backward
         self._ready: set[int] = set()
         self._reduced: set[int] = set()
-        self._inputs_done: set[int] = set()
-        self._outstanding: deque[LayerGroup] = deque()
 
     def _freeze(self, order: tuple[int, ...]) -> None:
         backward = tuple(reversed(order))
         self.forward_order = Cursor(order)
-        self.backward_order = Cursor(tuple(g for g in backward if g not in self.kept))
+        self.backward_order = Cursor(backward)
         self.reduce_order = Cursor(tuple(g for g in backward if self.groups[g].trainable))
+        self._place = {group: place for place, group in enumerate(backward)}
 
     # --- forward ---------------------------------------------------------------------------------
 
@@ -121,57 +167,111 @@ class Engine:
         """The model's forward starts: drop stale weights, start the gather order anew."""
         if backward_running():
             return
-        if self._in_backward:  # the last backward pass raised before its end
-            self._forget_backward()
+        self.settle_passes()
         self.forward_order.reset()
         for group in self.groups:
             if group.version not in (-1, self.version):
                 group.forget_weights()
-            elif self.zero_stage == 3 and group.index not in self.kept:
-                group.entered = False  # still set only after a forward that raised
+        self._in_forward = True
+
+    def settle_passes(self) -> None:
+        """Complete the orders of a pass that an exception ended, so that this rank's collectives
+        are those of its peers again.
+        """
+        if self._in_backward and not backward_running():
+            self._complete_failed_backward()
+        if self._in_forward and not backward_running():
+            self._end_forward()
 
     def need(self, group: LayerGroup) -> None:
         """A module of ``group`` is about to compute: its weights are in place when this returns."""
         if backward_running():
             self.need_backward(group)
             return
+        if not self._in_forward:  # a module by itself: all ranks must call it alike
+            self._issue((group.index,))
+            group.enter()
+            return
+        if group.index in self._used:
+            self._reused.add(group.index)
+        self._used[group.index] = None
         self._issue(self.forward_order.through(group.index))
-        self._issue((group.index,))  # used again after its release, or without the root's forward
-        if self._used is not None:
-            self._used.append(group.index)
+        if group.version != self.version:
+            self._gather_again(group)
         group.enter()
         following = self.forward_order.following(group.index)
         if following is not None and self._published(following) and self._has_room(following):
             self._issue(self.forward_order.through(following))
 
-    def leave(self, group: LayerGroup) -> None:
-        """A module of ``group`` has computed."""
-        if backward_running() or group.index in self.kept:
+    def _gather_again(self, group: LayerGroup) -> None:
+        """``group`` was used and released earlier in this pass: see [Note: gathered again]."""
+        self._issue(self.forward_order.rest())
+        if self._rounds is None:
+            self._issue((group.index,))
             return
-        if self.zero_stage == 3 or not torch.is_grad_enabled():
-            group.release_weights()
+        said = self._rounds.exchange(over=False, wanted=(group.index,), reused=self._reused)
+        self._take_part(said, wanted=group.index)
 
-    def root_leave(self) -> None:
-        """The model's forward ends: complete the gather order, release, freeze the order once."""
+    def _take_part(self, said: Round, *, wanted: int | None = None) -> None:
+        """Gather what some rank of the row wants; only ``wanted`` is for this one."""
+        for index in said.wanted:
+            group = self.groups[index]
+            held = group.version == self.version
+            self.gather(group)
+            if not held and index != wanted:
+                group.release_weights()
+
+    def leave(self, group: LayerGroup, *, returns: bool) -> None:
+        """A module of ``group`` has computed. ``returns``: a gradient that reaches its outputs will
+        say so (``enter_backward``), so until then nobody reads the weights.
+        """
         if backward_running():
             return
-        self._issue(self.forward_order.rest())
+        if group.index in self.kept:
+            group.entered = group.entered and not returns
+            return
+        inside = self._in_forward and self.zero_stage < 3
+        if self.zero_stage == 3 or not (torch.is_grad_enabled() or inside):
+            group.release_weights()
+
+    def root_leave(self, *, lost: bool = False) -> None:
+        """The model's forward ends, or an exception ends it: complete the gather order, release,
+        record the order. ``lost``: a peer is gone, and nobody is there to complete it with.
+        """
+        if backward_running() or not self._in_forward:
+            return
+        if lost:
+            self._in_forward = False
+        else:
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        self._in_forward = False
+        used, self._used = tuple(self._used), {}
+        reused, self._reused = self._reused, set()
+        training = torch.is_grad_enabled()
+        self._pass_over(self.forward_order.rest(), keep=training and self.zero_stage < 3)
+        said = Round(over=True, wanted=(), reused=frozenset(reused))
+        while self._rounds is not None:
+            said = self._rounds.exchange(over=True, reused=reused)
+            self._take_part(said)
+            if said.over:
+                break
         for group in self.groups:
             group.wait_gathered()
-            keep = torch.is_grad_enabled() and (self.zero_stage < 3 or group.index in self.kept)
-            if not keep:
+            if not (training and (self.zero_stage < 3 or group.index in self.kept)):
                 group.release_weights()
-        if self._used is not None:
-            self._freeze_recorded(self._used)
-            self._used = None
+        self.kept = self._always_kept | said.reused
+        self._record(used, training)
 
-    def _freeze_recorded(self, used: Sequence[int]) -> None:
-        """Take rank 0's order for good; what it used more than once is kept from now on."""
-        count = len(self.groups)
-        reused = tuple(int(used.count(index) > 1) for index in range(count))
-        agreed = self._agree(recorded_order(used, count) + reused)
-        self.kept |= {index for index in range(count) if agreed[count + index]}
-        self._freeze(agreed[:count])
+    def _record(self, used: tuple[int, ...], training: bool) -> None:
+        """Freeze the first order at once; keep later ones to compare."""
+        if not self._recorded:
+            self._recorded = True
+            agreed = self._agreement.rank_zeros(merged_order(used, self.forward_order.order))
+            self._freeze(agreed)
+        elif training:
+            self._latest = (*self._latest[-1:], used)
 
     def _published(self, index: int) -> bool:
         """Whether a prefetch of this group would not have to wait for its publish. Ranks may
@@ -188,9 +288,20 @@ class Engine:
     def _issue(self, indices: Sequence[int]) -> None:
         for index in indices:
             group = self.groups[index]
-            if group.version == self.version:
-                continue
-            self.gather(group)
+            if group.version != self.version:
+                self._start_due(index)
+                self.gather(group)
+
+    def _pass_over(self, indices: Sequence[int], *, keep: bool) -> None:
+        """Issue what this rank did not need; without ``keep`` hold no more than two at a time."""
+        last: LayerGroup | None = None
+        for index in indices:
+            group = self.groups[index]
+            needless = group.version != self.version and index not in self.kept
+            self._issue((index,))
+            if last is not None:
+                last.release_weights()
+            last = group if needless and not keep else None
 
     def gather(self, group: LayerGroup) -> None:
         """Start the gather of a group's present weights, once its leaders have them."""
@@ -199,11 +310,13 @@ class Engine:
         group.wait_gathered()  # an earlier gather that nobody waited for uses the same memory
         group.weights.revive()
         raw = group.weights.raw
+        compare = self._check.announce(group.index) if self._check is not None else None
         if group.sent is None:
             group.write_sources()
-            group.gathering = self.transport.all_gather_v(raw, group.gather_table)
+            work = self.transport.all_gather_v(raw, group.gather_table)
         else:
-            group.gathering = self._gather_narrow(group, group.sent)
+            work = self._gather_narrow(group, group.sent)
+        group.gathering = work if compare is None else _compared(compare, work)
         group.version = self.version
 
     def _gather_narrow(self, group: LayerGroup, sent: FlatBuffer) -> Work:
@@ -225,49 +338,82 @@ class Engine:
 
     def _begin_backward(self) -> None:
         task = torch._C._current_graph_task_id()
-        if self._in_backward:
-            if task != self._task:
+        if self._in_backward and task != self._task:
+            if self._sweep is not None and self._sweep() is not None:
                 raise RuntimeError(
                     "a backward pass started inside another one (reentrant activation"
                     " checkpointing): pass use_reentrant=False to torch.utils.checkpoint"
                 )
+            self._complete_failed_backward()
+        if self._in_backward:
             return
         self._in_backward = True
         self._task = task
-        self.backward_order.reset()
+        if self._in_forward:  # autograd inside the model's forward: its gathers come first
+            self._issue(self.forward_order.rest())
+        # What is gathered now is the same on all ranks: a pass ends in the same state everywhere.
+        # Kept groups that an evaluation has released go first, since they are needed first.
+        missing = [g for g in self._place if self.groups[g].version != self.version]
+        self._ahead = self.kept.intersection(missing)
+        self.backward_order = Cursor(sorted(missing, key=lambda g: g not in self._ahead))
         self.reduce_order.reset()
-        self.finish_reductions()
-        Variable._execution_engine.queue_callback(self._end_backward)
+        self.reductions.finish()
+        sweep = _Sweep(self._end_backward)
+        self._sweep = weakref.ref(sweep)
+        Variable._execution_engine.queue_callback(sweep)
 
     def need_backward(self, group: LayerGroup) -> None:
         """The backward of ``group`` is about to read its weights."""
         self._begin_backward()
         self._reach(group)
-        if group.version == -1:
-            self._issue((group.index,))
+        if group.version != self.version:
+            raise RuntimeError(
+                f"group {group.name or 'of loose parameters'!r} was released in this backward pass,"
+                " and an operation reads its weights again: use them through the module's forward"
+            )
         group.enter()
 
     def _reach(self, group: LayerGroup) -> None:
-        """Move the gather order up to ``group``; kept groups are not in it."""
-        if group.index not in self.kept:
+        """Move the gather order up to ``group``; what the forward pass kept is not in it."""
+        if group.index in self.backward_order:
             self._issue(self.backward_order.through(group.index))
 
-    def enter_backward(self, group: LayerGroup) -> None:
+    def _start_due(self, index: int) -> None:
+        """Start the reductions that come before the gather of group ``index``, complete or not."""
+        if not self._in_backward or self.accumulate_only or index in self._ahead:
+            return
+        due, order = self._place[index] - LAG, self.reduce_order
+        while order.next < len(order.order) and self._place[order.order[order.next]] <= due:
+            group = self.groups[order.order[order.next]]
+            order.next += 1
+            self.incomplete_reductions += 1
+            self._reduce(group)
+
+    def enter_backward(self, group: LayerGroup, use: Use | None = None) -> None:
         """A gradient has reached an output of ``group``'s module: gather, prefetch the next."""
-        self.need_backward(group)
-        if group.index in self.kept:
+        self._begin_backward()
+        self._reach(group)
+        if group.version != self.version:
+            return  # released: an output that is an input passed through hears of its gradient late
+        group.enter()
+        if use is not None and use not in group.uses_over:
+            group.uses_running.add(use)
+        if group.index not in self.backward_order:
             return
         following = self.backward_order.following(group.index)
         if following is not None and self._has_room(following):
             self._issue(self.backward_order.through(following))
 
-    def inputs_done(self, group: LayerGroup) -> None:
-        """The gradients of a module's inputs are complete: its weights are no longer read."""
-        if group.index in self.kept:
-            return
-        self._inputs_done.add(group.index)
-        if group.index in self._ready | self._reduced or not group.trainable:
-            group.release_weights()
+    def use_over(self, group: LayerGroup, use: Use) -> None:
+        """The gradients of the inputs of one use of ``group`` are complete: that use reads its
+        weights no more.
+        """
+        group.uses_over.add(use)
+        self._release_unread(group)
+        if use in group.uses_running:
+            group.uses_running.discard(use)
+            if not group.uses_running:
+                group.entered = False  # another use of it says when it starts
 
     def gradient(self, group: LayerGroup, name: str, parameter: nn.Parameter) -> None:
         """``parameter`` has its gradient of this pass: in its slot already, or in ``.grad``."""
@@ -291,78 +437,25 @@ class Engine:
                 self._reduce(self.groups[index])
 
     def _release_unread(self, group: LayerGroup) -> None:
-        """All gradients of ``group`` are there: drop its weights, unless frozen ones are read."""
-        if not group.has_frozen or group.index in self._inputs_done:
+        """Drop the weights of ``group`` if no operation of this pass can still read them."""
+        complete = len(group.fired) == len(group.trainable)
+        if complete and (not group.has_frozen or group.all_uses_over):
             group.release_weights()
 
     def _reduce(self, group: LayerGroup) -> None:
         self._reduced.add(group.index)
         self._release_unread(group)
-        group.touched.update(name for name, slot in group.slots.items() if slot.written)
-        if self.accumulate_only:
-            self._accumulate(group)
-            return
-        source = self._gradients_to_send(group)
-        while len(self._outstanding) >= OUTSTANDING:
-            self.finish_oldest_reduction()
-        if self.publication is not None:  # several rows: the first stages are over by now
-            for earlier in self._outstanding:
-                if earlier.reducing is not None:
-                    earlier.reducing.advance()
-        group.reducing = self._reduce_slots(
-            source, group.reduce_table, group.window, first=group.window_empty
-        )
-        group.clear_slots()
-        if not (group.reducing.borrows or self.hold_slots):
-            group.release_gradients()
-        self._outstanding.append(group)
-
-    def _accumulate(self, group: LayerGroup) -> None:
-        """Keep this micro-batch's gradients: in slots that are wide enough, else in an FP32 sum."""
-        if group.gradients.raw.dtype.itemsize >= 4:
-            return  # the slots stay alive and `written`: the next micro-batch adds to them
-        self._fold(group)
-        group.clear_slots()
-        group.gradients.release()
-
-    def _fold(self, group: LayerGroup) -> None:
-        first, group.accumulated = group.accumulated is None, group.sums.raw
-        group.sums.revive()
-        if first:
-            group.sums.raw.zero_()
-        if any(slot.written for slot in group.slots.values()):
-            group.gradients.revive()  # they may have been set aside
-        for name, slot in group.slots.items():
-            if slot.written:
-                start = group.gradients.layout.offsets[name]
-                part = group.accumulated[start : start + slot.gradient.numel()]
-                part.view_as(slot.gradient).add_(slot.gradient)
-
-    def _gradients_to_send(self, group: LayerGroup) -> Tensor:
-        if group.accumulated is None:
-            group.zero_unwritten()
-            if self._sum_over_tp is not None:
-                self._sum_over_tp(group.partial_gradients())
-            return group.gradients.raw
-        self._fold(group)
-        group.gradients.release()
-        source, group.accumulated = group.accumulated, None
-        if self._sum_over_tp is not None:
-            self._sum_over_tp(self._accumulated_partials(group, source))
-        return source
-
-    @staticmethod
-    def _accumulated_partials(group: LayerGroup, source: Tensor) -> list[Tensor]:
-        offsets = group.gradients.layout.offsets
-        return [
-            source[offsets[p.name] : offsets[p.name] + p.piece_numel(group.tp_rank)]
-            for p in group.trainable
-            if p.tp_partial
-        ]
+        if self._in_backward and not self.accumulate_only:
+            # Gathers up to the same place: older reductions are about to be waited for.
+            here = self._place[group.index]
+            earlier = [g for g in self.backward_order.order if self._place[g] <= here]
+            if earlier:
+                self._issue(self.backward_order.through(earlier[-1]))
+        self.reductions.start(group, keep=self.accumulate_only)
 
     def _end_backward(self) -> None:
         """The sweep: complete both orders, so that no rank misses a collective; release all."""
-        self._issue(self.backward_order.rest())
+        self._pass_over(self.backward_order.rest(), keep=False)
         for index in self.reduce_order.rest():
             self._reduce(self.groups[index])
         for group in self.groups:
@@ -372,28 +465,27 @@ class Engine:
         if self.micro_batch_done is not None:
             self.micro_batch_done()
 
+    def _complete_failed_backward(self) -> None:
+        """A backward pass raised before its end: nothing reads weights, the orders go on."""
+        for group in self.groups:
+            group.release_weights()
+        self._end_backward()
+
     def _forget_backward(self) -> None:
         for group in self.groups:
             group.fired.clear()
+            group.uses_over.clear()
+            group.uses_running.clear()
         self._ready.clear()
         self._reduced.clear()
-        self._inputs_done.clear()
         self._in_backward = False
         self._task = -1
 
     # --- step ------------------------------------------------------------------------------------
 
-    def finish_oldest_reduction(self) -> bool:
-        """Wait for the reduction that was launched first; False: none is in flight."""
-        if self._outstanding:
-            self._outstanding.popleft().finish_reduction()
-            return True
-        return False
-
     def finish_reductions(self) -> None:
         """Wait for every reduction in flight."""
-        while self.finish_oldest_reduction():
-            pass
+        self.reductions.finish()
 
     def reduce_accumulated(self) -> None:
         """Reduce what micro-batches under ``accumulate_only`` left behind, in the frozen order."""
@@ -402,3 +494,49 @@ class Engine:
             self._reduce(self.groups[index])
         self._reduced.clear()
         self.accumulated = False
+
+    def values(self) -> tuple[int, int]:
+        """What this rank adds to the exchange of the norm: whether gradients came too late for
+        their reduction, and whether it has used the groups twice in another order.
+        """
+        late = any(group.has_written_slots for group in self.groups)
+        latest = self._latest
+        other = (
+            len(latest) == 2
+            and latest[0] == latest[1]
+            and not follows(latest[1], self.forward_order.order)
+        )
+        return int(late), int(other)
+
+    def settle(self, late: int, other_order: bool) -> bool:
+        """Act on the sums of ``values``; True: gradients were reduced, the norm is another one.
+
+        ``late``: ranks with late gradients. ``other_order``: rank 0 has used another order.
+        """
+        self._order_due = other_order
+        if late:
+            mine = tuple(int(group.has_written_slots) for group in self.groups)
+            anywhere = self._agreement.largest(mine)
+            for index in self.reduce_order.order:
+                if anywhere[index]:
+                    self._reduce(self.groups[index])
+            self._reduced.clear()
+            self.reductions.finish()
+        return bool(late)
+
+    def step_over(self) -> None:
+        """The update is done: take rank 0's latest order where it is due. A collective then."""
+        if self._order_due:
+            self._order_due = False
+            used = self._latest[-1] if self._latest else ()
+            self._freeze(self._agreement.rank_zeros(merged_order(used, self.forward_order.order)))
+
+
+def _compared(compare: Callable[[], None], work: Work) -> Work:
+    """``work`` whose wait first compares whose call it is."""
+
+    def finish() -> None:
+        compare()
+        work.wait()
+
+    return Work(finish=finish, name=work.name)

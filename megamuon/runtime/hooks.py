@@ -1,13 +1,14 @@
 """Hooks that tie the engine to a model's modules and parameters.
 
-Owns all forward, backward and gradient hooks. Invariant: hooks carry no state of their own between
-a pre-hook and its post-hook, so a forward that stops early (recomputation, an exception) leaves
-nothing behind. Foreign ``nn.Linear`` modules compute through our slot-writing function, so that
-their gradients need no copy either. Tested by ``tests/distributed/test_runtime_rules.py``.
+Owns all forward, backward and gradient hooks. Invariant: a forward that stops early (recomputation,
+an exception) leaves nothing behind that the next one does not replace. Foreign ``nn.Linear``
+modules compute through our slot-writing function, so that their gradients need no copy either.
+Tested by ``tests/distributed/test_runtime_rules.py``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from megamuon.collectives import CollectiveError
 from megamuon.kernels.linear import SLOT, GradientSlot, linear
 from megamuon.runtime.engine import Engine, backward_running
-from megamuon.runtime.layer_group import LayerGroup
+from megamuon.runtime.layer_group import LayerGroup, Use
 
 
 def _gradient_tensors(value: Any) -> list[Tensor]:
@@ -35,8 +37,12 @@ def attach_root(engine: Engine, model: nn.Module) -> None:
 
 
 def attach_root_end(engine: Engine, model: nn.Module) -> None:
-    """Call after ``attach_group``: the root's post-hook runs last."""
-    model.register_forward_hook(lambda *_: engine.root_leave())
+    """Call after ``attach_group``: the root's post-hook runs last, after an exception too."""
+
+    def leave(*_: Any) -> None:
+        engine.root_leave(lost=isinstance(sys.exc_info()[1], CollectiveError))
+
+    model.register_forward_hook(leave, always_call=True)
 
 
 def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]) -> None:
@@ -44,20 +50,31 @@ def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]
     pass.
     """
 
+    latest: list[Use | None] = [None]  # of the call that is computing
+
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         engine.need(group)
-        if group.has_frozen and torch.is_grad_enabled() and not backward_running():
-            inputs = _gradient_tensors((args, kwargs))
-            if inputs:
-                torch.autograd.graph.register_multi_grad_hook(
-                    inputs, lambda _: engine.inputs_done(group), mode="all"
-                )
+        latest[0] = None
+        if not torch.is_grad_enabled() or backward_running():
+            return
+        inputs = _gradient_tensors((args, kwargs))
+        if not inputs:
+            group.unseen_use = True
+            return
+        latest[0] = use = Use()
+        group.uses.add(use)
+        torch.autograd.graph.register_multi_grad_hook(
+            inputs, lambda _: engine.use_over(group, use), mode="all"
+        )
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        engine.leave(group)
+        outputs: list[Tensor] = []
         if torch.is_grad_enabled() and not backward_running():
-            for tensor in _gradient_tensors(output):
-                tensor.register_hook(lambda _: engine.enter_backward(group))
+            outputs = _gradient_tensors(output)
+        engine.leave(group, returns=bool(outputs))
+        use, latest[0] = latest[0], None
+        for tensor in outputs:
+            tensor.register_hook(lambda _: engine.enter_backward(group, use))
 
     for module in modules:
         module.register_forward_pre_hook(before, with_kwargs=True)

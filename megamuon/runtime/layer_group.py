@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +71,14 @@ class LocalSegment:
         return flat.view(self.rows[1], *piece[1:]) if piece else flat.view(())
 
 
+class Use:
+    """One call of a group's module in a forward pass with gradients. Only autograd's graph of that
+    call holds it, so it is gone with the graph.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
 class LayerGroup:
     """One group: its buffers, its tables and the local state of its parameters."""
 
@@ -117,7 +126,11 @@ class LayerGroup:
         self.window_empty = True
         self.window_pooled = False
         self.accumulated: Tensor | None = None  # ``sums``, while they wait to be reduced
+        self.uses: WeakSet[Use] = WeakSet()  # whose graphs are alive
+        self.unseen_use = False  # a use with no input that hears of its gradient: it has no end
         # --- this backward pass ---
+        self.uses_running: set[Use] = set()
+        self.uses_over: WeakSet[Use] = WeakSet()
         self.fired: set[str] = set()
         self.slots: dict[str, GradientSlot] = {}
         self.touched: set[str] = set()  # since the last step
@@ -216,8 +229,13 @@ class LayerGroup:
         self,
         parameters: dict[str, nn.Parameter],
         ensure_weights: Callable[[LayerGroup], None],
+        before_write: Callable[[LayerGroup], None],
     ) -> None:
-        """Hang a gradient slot on each parameter's tensor."""
+        """Hang a gradient slot on each parameter's tensor.
+
+        ``ensure_weights`` is called before a backward reads the weights, ``before_write`` before it
+        writes into a slot.
+        """
         for parameter in self.parameters:
             # A frozen weight is read by the backward too: its slot can bring it back, no more.
             gradient = self.gradients.raw.new_empty(0)
@@ -228,7 +246,7 @@ class LayerGroup:
             slot = GradientSlot(
                 gradient,
                 ensure_weights=lambda: ensure_weights(self),
-                ensure_slot=self.gradients.revive,
+                ensure_slot=lambda: before_write(self),
             )
             if parameter.trainable:
                 self.slots[parameter.name] = slot
@@ -269,6 +287,17 @@ class LayerGroup:
         """The weights are stale: gather them again before the next use."""
         self.release_weights()
         self.version = -1
+
+    @property
+    def all_uses_over(self) -> bool:
+        """Whether the backward of every use is known to have read the weights for the last time."""
+        seen = bool(self.uses) and not self.unseen_use
+        return seen and all(use in self.uses_over for use in self.uses)
+
+    @property
+    def has_written_slots(self) -> bool:
+        """Whether gradients wait in the slots."""
+        return any(slot.written for slot in self.slots.values())
 
     def partial_gradients(self) -> list[Tensor]:
         """Slots whose gradient is a part of a sum over the tp ranks."""

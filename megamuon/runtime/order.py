@@ -1,9 +1,9 @@
-"""One frozen order per communicator.
+"""One frozen order per communicator, and what it is frozen to.
 
-Owns the cursor that turns "this group is needed now" into the list of groups to issue. Invariant:
-whatever a rank uses or skips, the sequence of issued groups is a prefix of the one frozen order,
-and ``rest()`` completes it; so no rank can misalign another's collectives. Tested by
-``tests/runtime/test_order.py``.
+Owns the cursor that turns "this group is needed now" into the list of groups to issue, and the
+rules by which an order is recorded and replaced. Invariant: whatever a rank uses or skips, the
+sequence of issued groups is a prefix of the one frozen order, and ``rest()`` completes it; so no
+rank can misalign another's collectives. Tested by ``tests/runtime/test_order.py``.
 
 [Note: frozen order]
 
@@ -12,7 +12,13 @@ differently (a branch skipped on one rank, a parameter without a gradient on ano
 of calls must not follow the order of use. Each communicator therefore has a frozen list of groups.
 A group that is needed is issued together with everything before it in the list; what nobody asked
 for is issued at the end of the pass. Reductions wait the other way round: a group that is ready is
-held back until all of its predecessors are.
+held back until all of its predecessors are, or until they are due (``[Note: who waits for whom]``
+in ``engine.py``).
+
+The list is rank 0's order of first use in the first forward pass. A pass that went another way is
+corrected later: when rank 0 has used the groups twice running in an order that contradicts the
+list, the ranks freeze the new one between two steps. A pass that only left groups out contradicts
+nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +39,9 @@ class Cursor:
     def reset(self) -> None:
         """Start a new pass."""
         self.next = 0
+
+    def __contains__(self, group: int) -> bool:
+        return group in self._position
 
     def through(self, group: int) -> tuple[int, ...]:
         """What to issue so that ``group`` has been; nothing if the cursor is past it already."""
@@ -60,7 +69,19 @@ class Cursor:
         return self.order[start : self.next]
 
 
-def recorded_order(used: Sequence[int], count: int) -> tuple[int, ...]:
-    """Order of first use, then the unused groups in registration order."""
-    order = list(dict.fromkeys(used))
-    return tuple(order + [group for group in range(count) if group not in set(order)])
+def merged_order(used: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The groups of ``order`` in the order of their first use; one that was not used stays behind
+    the group that it follows in ``order``.
+    """
+    merged = list(dict.fromkeys(used))
+    for place, group in enumerate(order):
+        if group not in merged:
+            merged.insert(merged.index(order[place - 1]) + 1 if place else 0, group)
+    return tuple(merged)
+
+
+def follows(used: Sequence[int], order: Sequence[int]) -> bool:
+    """Whether the first uses in ``used`` come in the order of ``order``, some perhaps left out."""
+    position = {group: place for place, group in enumerate(order)}
+    places = [position[group] for group in dict.fromkeys(used)]
+    return places == sorted(places)

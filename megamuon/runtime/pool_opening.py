@@ -73,7 +73,7 @@ class PoolRecording:
         self._first_kept = False  # the first micro-batch kept its gradients on the rank
         self._recorded: set[bool] = set()  # of which micro-batches there are whole records
         self._received: dict[int, set[str]] = {group.index: set() for group in engine.groups}
-        engine.hold_slots = True
+        engine.reductions.hold_slots = True
 
     def micro_batch_done(self) -> None:
         """A backward pass has ended."""

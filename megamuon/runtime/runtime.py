@@ -99,6 +99,7 @@ class Runtime:
         tensor parallelism cuts; with several rows the new weights, asynchronously.  Raises
         CollectiveError where a transfer has failed by now, so that no checkpoint follows it.
         """
+        self.engine.settle_passes()
         if self.engine.accumulated:
             self.engine.reduce_accumulated()
         self.engine.finish_reductions()
@@ -110,14 +111,16 @@ class Runtime:
         )
         if not result.skipped:
             self.engine.version += 1
+        self.engine.step_over()
         if self.pool is not None and self.pool.step_done():
             self.pool = self.engine.micro_batch_done = None
-            self.engine.hold_slots = False
+            self.engine.reductions.hold_slots = False
         self.engine.transport.check()
         return result
 
     def clear_gradients(self) -> None:
         """Forget all gradients since the last step."""
+        self.engine.settle_passes()
         self.engine.finish_reductions()
         self.engine.accumulated = False
         for group in self.groups:
@@ -140,7 +143,7 @@ class Runtime:
         """
         self.engine.finish_reductions()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        finish = self.engine.finish_oldest_reduction
+        finish = self.engine.reductions.finish_oldest
         self.opened = open_pool(self.groups, plan, memory, parameters, finish_oldest=finish)
         self.engine.leases = self.opened
         return self.opened
@@ -223,6 +226,7 @@ class Runtime:
 
         A collective: every rank iterates to the end.
         """
+        self.engine.settle_passes()
         for group in self.groups:
             self.engine.gather(group)
             group.wait_gathered()

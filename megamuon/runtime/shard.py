@@ -170,6 +170,7 @@ def _agreed_settings(
         "chunk_bytes": str(config.chunk_bytes),
         "publish_tile_bytes": str(config.publish_tile_bytes),
         "collective_deadline": str(config.collective_deadline),
+        "check_collective_order": str(config.check_collective_order),
         "compute": str(config.compute_dtype),
         "sent": str(config.sent_dtype),
         "reduce": str(config.reduce_dtype),
@@ -305,7 +306,7 @@ def _attach(
     holders: list[nn.Module] = []
     for group in groups:
         parameters = {p.name: named[p.name] for p in group.parameters}
-        group.install(parameters, engine.need_backward)
+        group.install(parameters, engine.need_backward, engine.reductions.before_write)
         using = [m for p in parameters.values() for m in owners[id(p)]]
         holders.extend(using)
         if group.name == ROOT_GROUP:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,8 @@ from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication
 
+HEAD = 4  # entries of the norm's vector before the parameters'
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -37,6 +40,18 @@ class StepResult:
     nonfinite: tuple[str, ...]  # parameters whose gradient is not finite
     untouched: tuple[str, ...]  # trainable parameters that no rank used since the last step
     zeros: int | None = None  # zero elements of the averaged gradients, where asked for
+
+
+class Riders(Protocol):
+    """Who else tells all ranks something with the norm; the engine does."""
+
+    def values(self) -> tuple[int, int]:
+        """This rank's: whether it has gradients that came too late for their reduction, and whether
+        another order of the groups is due (what rank 0 says counts).
+        """
+
+    def settle(self, late: int, other_order: bool) -> bool:
+        """Act on what all ranks said; True: gradients were reduced, and the norm has changed."""
 
 
 class OwnerStep:
@@ -55,7 +70,9 @@ class OwnerStep:
         matrices: MatrixUpdate | None = None,
         publication: Publication | None = None,
         traffic: Traffic | None = None,
+        riders: Riders | None = None,
     ) -> None:
+        self.riders = riders
         self.groups = tuple(groups)
         self.elementwise = elementwise
         self.mesh = mesh
@@ -119,18 +136,18 @@ class OwnerStep:
         return first_row and (parameter.cut is not None or self.mesh.tp_rank == 0)
 
     def _norm(self) -> tuple[float, list[bool], tuple[str, ...], int | None]:
-        """One all-reduce: the squared norm, a touched entry per parameter, and (if asked) a zero
-        count.
+        """One all-reduce: the squared norm, a zero count (if asked), the riders' values, and a
+        touched entry per parameter. Again where late gradients had to be reduced first.
 
         A touched entry sums one per rank that used the parameter; the owner adds twice the world
         size where the reduced gradient is not finite, which no count of ranks can reach.
         """
         world = dist.get_world_size(self.group) if self.group is not None else 1
         device = self.groups[0].master.device
-        vector = torch.zeros(2 + len(self.trainable), dtype=torch.float64)
+        vector = torch.zeros(HEAD + len(self.trainable), dtype=torch.float64)
         for group in self.groups:
             for name in group.touched:
-                vector[2 + self._place[name]] += 1
+                vector[HEAD + self._place[name]] += 1
         local = [
             s
             for s in self.segments()
@@ -147,16 +164,22 @@ class OwnerStep:
                 if math.isfinite(square):
                     vector[0] += square
                 else:
-                    vector[2 + self._place[segment.parameter.name]] += 2 * world
+                    vector[HEAD + self._place[segment.parameter.name]] += 2 * world
         if self.count_zeros:
             vector[1] = sum(int((w == 0).sum()) for w in windows)
+        if self.riders is not None:
+            late, other_order = self.riders.values()
+            vector[2] = late
+            vector[3] = other_order if self.mesh.rank == 0 else 0
         if self.group is not None:
             vector = vector.to(device)
             with named("gradient norm"):
                 dist.all_reduce(vector, group=self.group)
             self.traffic.sent("norm", "world", vector.numel() * vector.element_size())
             vector = vector.cpu()
-        entries = vector[2:].tolist()
+        if self.riders is not None and self.riders.settle(int(vector[2]), bool(vector[3])):
+            return self._norm()
+        entries = vector[HEAD:].tolist()
         nonfinite = tuple(
             p.name for p, entry in zip(self.trainable, entries, strict=True) if entry >= 2 * world
         )

@@ -106,14 +106,14 @@ def reduction_dtypes(rank: int, world: int) -> dict[str, float]:
                 master_dtype=torch.float32,
             )
             slots: dict[str, torch.Tensor] = {}
-            original = runtime.engine._gradients_to_send
+            original = runtime.engine.reductions._gradients_to_send
 
             def keep(group, slots=slots, original=original):  # noqa: ANN001, ANN202
                 sent = original(group)
                 slots[group.name] = sent.clone()
                 return sent
 
-            runtime.engine._gradients_to_send = keep
+            runtime.engine.reductions._gradients_to_send = keep
             runtime.model(tokens(rank, 0)).logsumexp(-1).sum().backward()
             runtime.engine.finish_reductions()
             worst = torch.zeros(())

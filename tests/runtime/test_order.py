@@ -2,7 +2,7 @@
 
 import pytest
 
-from megamuon.runtime.order import Cursor, recorded_order
+from megamuon.runtime.order import Cursor, follows, merged_order
 
 
 def test_what_is_needed_is_issued_with_all_before_it() -> None:
@@ -34,8 +34,16 @@ def test_a_ready_group_waits_for_its_predecessors() -> None:
     assert cursor.rest() == (1,)
 
 
-def test_recorded_order_appends_the_unused() -> None:
-    assert recorded_order((2, 0, 2, 3), 5) == (2, 0, 3, 1, 4)
+def test_what_was_not_used_stays_behind_its_predecessor() -> None:
+    assert merged_order((2, 0, 2, 3), (0, 1, 2, 3, 4)) == (2, 0, 1, 3, 4)
+    assert merged_order((2, 3), (4, 2, 0, 3, 1)) == (4, 2, 0, 3, 1)
+    assert merged_order((), (2, 0, 1)) == (2, 0, 1)
+
+
+def test_only_another_order_contradicts_the_frozen_one() -> None:
+    assert follows((2, 3, 2), (2, 0, 3, 1))  # left out, and used again: no contradiction
+    assert follows((), (0, 1))
+    assert not follows((3, 2), (2, 0, 3, 1))
 
 
 def test_an_order_names_each_group_once() -> None:

@@ -19,7 +19,6 @@ from megamuon.models.config import RecomputeConfig
 from megamuon.models.gpt import DecoderLayer
 from megamuon.runtime import Runtime, RuntimeConfig, shard
 from megamuon.runtime.buffers import ALIGNMENT
-from megamuon.runtime.engine import Engine
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.pool import (
     KINDS,
@@ -33,6 +32,7 @@ from megamuon.runtime.pool import (
     plan_pool,
 )
 from megamuon.runtime.pool_opening import exclusions
+from megamuon.runtime.reductions import Reductions
 from tests.support.models import filled, small_config, tokens
 from tests.support.pool import Opening, PlainMemory, make_late
 from tests.support.scenarios import Block, Stack
@@ -526,16 +526,16 @@ def test_slots_and_sums_that_were_set_aside_are_added_up_all_the_same(
     """Whatever waits for its reduction may be moved at any time."""
     run = RUNS["micro-batches, one reduction, BF16"]
     plain, wanted, _ = trained(run, pooled=False)
-    fold, moved = Engine._fold, []
+    fold, moved = Reductions._fold, []
 
-    def moving(engine: Engine, group: LayerGroup) -> None:
+    def moving(reductions: Reductions, group: LayerGroup) -> None:
         for buffer in (group.gradients, group.sums):
             if buffer.bound and buffer.alive:
                 buffer.set_aside()
                 moved.append(group.index)
-        fold(engine, group)
+        fold(reductions, group)
 
-    monkeypatch.setattr(Engine, "_fold", moving)
+    monkeypatch.setattr(Reductions, "_fold", moving)
     runtime, losses, _ = trained(run, pooled=True)
     assert len(set(moved)) == len(runtime.groups)
     assert all(torch.equal(a, b) for a, b in zip(losses, wanted, strict=True))

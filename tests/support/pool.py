@@ -88,7 +88,7 @@ def check_disjoint(pool: OpenPool) -> None:
 
 def make_late(engine: Engine) -> None:
     """Transfers of one rank, each at the latest moment and in place."""
-    gather, reduce = engine.transport.all_gather_v, engine._reduce_slots
+    gather, reduce = engine.transport.all_gather_v, engine.reductions.reduce_slots
 
     def late_gather(buffer: Tensor, table: SegmentTable) -> Work:
         contents = buffer.clone()
@@ -109,4 +109,4 @@ def make_late(engine: Engine) -> None:
         return StagedWork(Work(finish=finish, borrows=True), (), deque())
 
     engine.transport.all_gather_v = late_gather  # type: ignore[method-assign]
-    engine._reduce_slots = late_reduction
+    engine.reductions.reduce_slots = late_reduction

@@ -187,7 +187,7 @@ def _attach_engine(runtime: Runtime, spans: Spans) -> None:
     engine = runtime.engine
     before(engine, "need", lambda group: spans.enter_layer(label(group)))
     before(engine, "leave", lambda group: spans.leave_layer(label(group)))
-    before(engine, "enter_backward", lambda group: spans.backward_reaches(label(group)))
+    before(engine, "enter_backward", lambda group, *_: spans.backward_reaches(label(group)))
     launches: dict[int, float] = {}
 
     def reduced(group: LayerGroup) -> None:
@@ -222,14 +222,14 @@ def _attach_reductions(
     reduced: Callable[[LayerGroup], None],
 ) -> None:
     engine = runtime.engine
-    original = engine._reduce
+    original = engine.reductions.start
 
-    def reduce(group: LayerGroup) -> None:
+    def start(group: LayerGroup, **options: bool) -> None:
         launches[group.index] = time.perf_counter()
-        original(group)
+        original(group, **options)
         reduced(group)
 
-    engine._reduce = reduce  # type: ignore[method-assign]
+    engine.reductions.start = start  # type: ignore[method-assign]
     for group in runtime.groups:
         around(group, "wait_gathered", lambda g=group: spans.waiting("gather", g.index))
         around(group, "finish_reduction", lambda g=group: spans.waiting("reduce", g.index))
