@@ -227,11 +227,10 @@ class Engine:
         """
         if backward_running():
             return
-        if group.index in self.kept:
+        stays = self.zero_stage < 3 and (self._in_forward or torch.is_grad_enabled())
+        if stays or group.index in self.kept:
             group.entered = group.entered and not returns
-            return
-        inside = self._in_forward and self.zero_stage < 3
-        if self.zero_stage == 3 or not (torch.is_grad_enabled() or inside):
+        else:
             group.release_weights()
 
     def root_leave(self, *, lost: bool = False) -> None:
@@ -251,6 +250,8 @@ class Engine:
         reused, self._reused = self._reused, set()
         training = torch.is_grad_enabled()
         self._pass_over(self.forward_order.rest(), keep=training and self.zero_stage < 3)
+        if self.zero_stage < 3:
+            reused = set()  # everything is kept
         said = Round(over=True, wanted=(), reused=frozenset(reused))
         while self._rounds is not None:
             said = self._rounds.exchange(over=True, reused=reused)
@@ -389,15 +390,21 @@ class Engine:
             self.incomplete_reductions += 1
             self._reduce(group)
 
-    def enter_backward(self, group: LayerGroup, use: Use | None = None) -> None:
-        """A gradient has reached an output of ``group``'s module: gather, prefetch the next."""
+    def enter_backward(
+        self, group: LayerGroup, use: Use | None = None, *, reads: bool = True
+    ) -> None:
+        """A gradient has reached an output of ``group``'s module: gather, prefetch the next.
+
+        ``reads``: whether that module's backward reads the weights.
+        """
         self._begin_backward()
         self._reach(group)
-        if group.version != self.version:
-            return  # released: an output that is an input passed through hears of its gradient late
-        group.enter()
-        if use is not None and use not in group.uses_over:
-            group.uses_running.add(use)
+        if group.version != self.version or use in group.uses_over:
+            return  # an output that is an input passed through hears of its gradient too late
+        if reads:
+            group.enter()
+            if use is not None:
+                group.uses_running.add(use)
         if group.index not in self.backward_order:
             return
         following = self.backward_order.following(group.index)
@@ -474,6 +481,8 @@ class Engine:
     def _forget_backward(self) -> None:
         for group in self.groups:
             group.fired.clear()
+            for use in group.uses:
+                use.forget()
             group.uses_over.clear()
             group.uses_running.clear()
         self._ready.clear()

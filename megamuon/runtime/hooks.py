@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamuon.collectives import CollectiveError
 from megamuon.kernels.linear import SLOT, GradientSlot, linear
+from megamuon.matrices import Kind, declared_kind
 from megamuon.runtime.engine import Engine, backward_running
 from megamuon.runtime.layer_group import LayerGroup, Use
 
@@ -27,6 +28,13 @@ def _gradient_tensors(value: Any) -> list[Tensor]:
     gradient.
     """
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether a module only looks rows up: the backward of that reads no weights."""
+    own = module._parameters.items()
+    kinds = {declared_kind(module, name, p) for name, p in own if p is not None}
+    return kinds == {Kind.EMBEDDING} and not any(module.children())
 
 
 def attach_root(engine: Engine, model: nn.Module) -> None:
@@ -57,15 +65,16 @@ def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]
         latest[0] = None
         if not torch.is_grad_enabled() or backward_running():
             return
-        inputs = _gradient_tensors((args, kwargs))
+        inputs = {id(tensor): tensor for tensor in _gradient_tensors((args, kwargs))}
         if not inputs:
             group.unseen_use = True
             return
-        latest[0] = use = Use()
+        latest[0] = use = Use(len(inputs))
         group.uses.add(use)
-        torch.autograd.graph.register_multi_grad_hook(
-            inputs, lambda _: engine.use_over(group, use), mode="all"
-        )
+        for place, tensor in enumerate(inputs.values()):
+            tensor.register_hook(
+                lambda _, place=place: engine.use_over(group, use) if use.hears(place) else None
+            )
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         outputs: list[Tensor] = []
@@ -73,9 +82,12 @@ def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]
             outputs = _gradient_tensors(output)
         engine.leave(group, returns=bool(outputs))
         use, latest[0] = latest[0], None
+        reads = module not in tables
         for tensor in outputs:
-            tensor.register_hook(lambda _: engine.enter_backward(group, use))
+            tensor.register_hook(lambda _: engine.enter_backward(group, use, reads=reads))
 
+    modules = tuple(modules)
+    tables = {module for module in modules if _is_table(module)}
     for module in modules:
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after)

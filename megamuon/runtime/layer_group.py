@@ -76,7 +76,21 @@ class Use:
     call holds it, so it is gone with the graph.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_heard", "_inputs")
+
+    def __init__(self, inputs: int) -> None:
+        """``inputs``: how many tensors among its inputs require a gradient."""
+        self._inputs = inputs
+        self._heard: set[int] = set()
+
+    def hears(self, place: int) -> bool:
+        """The gradient of input ``place`` is there; whether all are, which is said once a pass."""
+        self._heard.add(place)
+        return len(self._heard) == self._inputs
+
+    def forget(self) -> None:
+        """The backward pass has ended; the graph may see another one."""
+        self._heard.clear()
 
 
 class LayerGroup:

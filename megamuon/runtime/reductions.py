@@ -1,0 +1,145 @@
+"""Gradients on their way from slots to owners' windows.
+
+Owns what happens to a group's slots once its backward pass is over: the sum of several
+micro-batches, zeros for what nobody wrote, the launch of the reduction, and the reductions in
+flight. Invariant: every rank starts the same groups in the same order, whatever its slots hold; a
+slot that an unfinished reduction may still read is not written. Tested by
+``tests/distributed/test_runtime_rules.py``, ``tests/distributed/test_runtime_fuzz.py`` and the
+equivalence tests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from megamuon.collectives import StagedWork, TwoStageTable
+from megamuon.collectives.call_check import CallCheck
+from megamuon.runtime.layer_group import LayerGroup
+
+OUTSTANDING = 2  # reductions in flight; each keeps its slots or its send buffer alive
+
+
+class Reducer(Protocol):
+    """Mean of a group's slots over all data-parallel ranks, into the windows of their holders."""
+
+    def __call__(
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+    ) -> StagedWork: ...
+
+
+class Reductions:
+    """The reductions of one model's groups."""
+
+    def __init__(
+        self,
+        reduce: Reducer,
+        *,
+        several_rows: bool,
+        sum_over_tp: Callable[[Sequence[Tensor]], None] | None = None,
+        check: CallCheck | None = None,
+    ) -> None:
+        self.reduce_slots = reduce
+        # True: slots stay alive until their reduction is over, as one that reads them in place
+        # wants it, whatever this transport needs. A recording of the pool must see that.
+        self.hold_slots = False
+        self._several_rows = several_rows
+        self._sum_over_tp = sum_over_tp
+        self._check = check
+        self._outstanding: deque[tuple[LayerGroup, Callable[[], None] | None]] = deque()
+
+    def start(self, group: LayerGroup, *, keep: bool = False) -> None:
+        """Reduce what the slots of ``group`` hold, or with ``keep`` leave it on this rank, for the
+        next micro-batch to add to. Waits for older reductions where too many are in flight.
+        """
+        group.touched.update(name for name, slot in group.slots.items() if slot.written)
+        if keep:
+            self._keep(group)
+            return
+        source = self._gradients_to_send(group)
+        while len(self._outstanding) >= OUTSTANDING:
+            self.finish_oldest()
+        if self._several_rows:  # the first stages are over by now
+            for earlier, _ in self._outstanding:
+                if earlier.reducing is not None:
+                    earlier.reducing.advance()
+        compare = self._check.announce(group.index) if self._check is not None else None
+        group.reducing = self.reduce_slots(
+            source, group.reduce_table, group.window, first=group.window_empty
+        )
+        group.clear_slots()
+        if not (group.reducing.borrows or self.hold_slots):
+            group.release_gradients()
+        self._outstanding.append((group, compare))
+
+    def before_write(self, group: LayerGroup) -> None:
+        """A slot of ``group`` is about to be written: bring the slots to life, and wait for the
+        reduction that this gradient comes too late for, since it may still read them.
+        """
+        while group.reducing is not None:
+            self.finish_oldest()
+        group.gradients.revive()
+
+    def finish_oldest(self) -> bool:
+        """Wait for the reduction that was launched first; False: none is in flight."""
+        if not self._outstanding:
+            return False
+        group, compare = self._outstanding.popleft()
+        if compare is not None:
+            compare()
+        group.finish_reduction()
+        return True
+
+    def finish(self) -> None:
+        """Wait for every reduction in flight."""
+        while self.finish_oldest():
+            pass
+
+    # --- what a reduction sends ------------------------------------------------------------------
+
+    def _keep(self, group: LayerGroup) -> None:
+        """Keep this micro-batch's gradients: in slots that are wide enough, else in an FP32 sum."""
+        if group.gradients.raw.dtype.itemsize >= 4:
+            return  # the slots stay alive and `written`: the next micro-batch adds to them
+        self._fold(group)
+        group.clear_slots()
+        group.gradients.release()
+
+    def _fold(self, group: LayerGroup) -> None:
+        """Add the slots to the FP32 sum of the micro-batches."""
+        first, group.accumulated = group.accumulated is None, group.sums.raw
+        group.sums.revive()
+        if first:
+            group.sums.raw.zero_()
+        if any(slot.written for slot in group.slots.values()):
+            group.gradients.revive()  # they may have been set aside
+        for name, slot in group.slots.items():
+            if slot.written:
+                start = group.gradients.layout.offsets[name]
+                part = group.accumulated[start : start + slot.gradient.numel()]
+                part.view_as(slot.gradient).add_(slot.gradient)
+
+    def _gradients_to_send(self, group: LayerGroup) -> Tensor:
+        if group.accumulated is None:
+            group.zero_unwritten()
+            if self._sum_over_tp is not None:
+                self._sum_over_tp(group.partial_gradients())
+            return group.gradients.raw
+        self._fold(group)
+        group.gradients.release()
+        source, group.accumulated = group.accumulated, None
+        if self._sum_over_tp is not None:
+            self._sum_over_tp(_accumulated_partials(group, source))
+        return source
+
+
+def _accumulated_partials(group: LayerGroup, source: Tensor) -> list[Tensor]:
+    offsets = group.gradients.layout.offsets
+    return [
+        source[offsets[p.name] : offsets[p.name] + p.piece_numel(group.tp_rank)]
+        for p in group.trainable
+        if p.tp_partial
+    ]
