@@ -100,6 +100,11 @@ def check_line(config: Config, facts: Facts) -> list[str]:
                 " --optimizer adam or sgd (--line A), not with"
                 f" {layout}, {update} and {chosen}"
             )
+        if owners.check_collective_order:
+            problems.append(
+                "--check-collective-order: torch's FSDP2 (--collectives fsdp2, line A) makes its"
+                " own calls; drop the flag, or use another line"
+            )
         return problems
     if moves == "ready" and layout != "owner":
         problems.append(

@@ -104,6 +104,11 @@ class OwnershipFlags:
         "--collectives ready: seconds that an operator may stand still before all ranks abort",
         above=0.0,
     )
+    check_collective_order: bool = flag(
+        False,
+        "for debugging: let every gather and reduction say which layer it is for, and stop where "
+        "ranks are in different calls; costs a small collective per call",
+    )
     owner_planner: Literal[
         "lpt", "numel", "round_robin", "role_greedy", "scope_greedy", "cost_aware"
     ] = flag(

@@ -55,6 +55,12 @@ class StagedWork:
             self._wait()
         self._advanced = True
 
+    def free_slots(self) -> None:
+        """Return when the slots are read no more, with the next stage started; again: nothing
+        happens. Raises CollectiveError.
+        """
+        StagedWork.advance(self)  # one that never blocks is no help here
+
     def wait(self) -> None:
         """Return when the window holds the result; again: nothing happens. Raises CollectiveError
         naming the stage where a peer was lost.

@@ -32,11 +32,13 @@ Gathers and reductions travel on communicators of their own, and at ZeRO-3 a bac
 both. Each has one order on all ranks, but that is not enough: a rank that waits for a reduction
 which a peer will only start at the end of its pass, while that peer waits for a gather which this
 rank has not issued, waits for ever. It takes one rank that skips a layer in a deep model. So the
-two orders are read as one. With places counted from the last layer down, the reduction of the
-group at place p comes before the gather at p + LAG. A rank issues that gather only when it has
-started the reduction, complete or not; and before it starts a reduction, which may wait for older
-ones, it has issued the gathers up to the same place. Then the first collective that is not over has
-been issued by every rank that waits, so it ends.
+two orders are read as one. With places counted from the last layer down, the reduction at place p
+comes behind the gather at p + 1 and before the gather at p + LAG: what a rank does anyhow that
+prefetches one layer. A rank that has no use for the next one in that order issues it all the same,
+the reduction of a group whose gradients are not all there included. So whatever a rank waits for,
+it has issued all that comes before; then the first collective that is not over has been issued by
+every rank, and ends. Later stages of a reduction start with the reductions that follow it, at the
+latest, and nobody waits for them earlier (``Reductions.free_slots``).
 
 A reduction that had to start before all gradients of its group were there sends what there is. What
 comes later stays in the slots, joins the next reduction of the group, or is reduced before the
@@ -48,6 +50,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -63,7 +66,7 @@ from megamuon.runtime.publish import Publication
 from megamuon.runtime.reductions import Reductions
 from megamuon.runtime.rounds import Round, Rounds
 
-LAG = 3  # places by which a reduction may fall behind the gathers before it starts incomplete
+LAG = 2  # places by which a reduction may fall behind the gathers before it starts incomplete
 
 
 def backward_running() -> bool:
@@ -76,6 +79,9 @@ class Leases(Protocol):
 
     def free(self, group: LayerGroup) -> bool:
         """Whether a gather of ``group`` would find its range free."""
+
+    def transfer(self) -> AbstractContextManager[None]:
+        """Around one collective, which may displace what is in use meanwhile."""
 
 
 class Agreement(Protocol):
@@ -152,7 +158,6 @@ class Engine:
         self._sweep: weakref.ref[_Sweep] | None = None
         self._ahead: frozenset[int] = frozenset()  # gathered before all others in this backward
         self._ready: set[int] = set()
-        self._reduced: set[int] = set()
 
     def _freeze(self, order: tuple[int, ...]) -> None:
         backward = tuple(reversed(order))
@@ -309,6 +314,13 @@ class Engine:
         if self.publication is not None:
             self.publication.wait(group)
         group.wait_gathered()  # an earlier gather that nobody waited for uses the same memory
+        with self._transfer():
+            self._start_gather(group)
+
+    def _transfer(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.leases is None else self.leases.transfer()
+
+    def _start_gather(self, group: LayerGroup) -> None:
         group.weights.revive()
         raw = group.weights.raw
         compare = self._check.announce(group.index) if self._check is not None else None
@@ -380,7 +392,9 @@ class Engine:
             self._issue(self.backward_order.through(group.index))
 
     def _start_due(self, index: int) -> None:
-        """Start the reductions that come before the gather of group ``index``, complete or not."""
+        """Start the reductions that come before the gather of group ``index``, complete or not:
+        see [Note: who waits for whom].
+        """
         if not self._in_backward or self.accumulate_only or index in self._ahead:
             return
         due, order = self._place[index] - LAG, self.reduce_order
@@ -450,15 +464,15 @@ class Engine:
             group.release_weights()
 
     def _reduce(self, group: LayerGroup) -> None:
-        self._reduced.add(group.index)
+        group.reduced = self._in_backward
         self._release_unread(group)
         if self._in_backward and not self.accumulate_only:
-            # Gathers up to the same place: older reductions are about to be waited for.
-            here = self._place[group.index]
-            earlier = [g for g in self.backward_order.order if self._place[g] <= here]
+            before = self._place[group.index] + LAG
+            earlier = [g for g in self.backward_order.order if self._place[g] < before]
             if earlier:
                 self._issue(self.backward_order.through(earlier[-1]))
-        self.reductions.start(group, keep=self.accumulate_only)
+        with self._transfer():
+            self.reductions.start(group, keep=self.accumulate_only)
 
     def _end_backward(self) -> None:
         """The sweep: complete both orders, so that no rank misses a collective; release all."""
@@ -485,8 +499,8 @@ class Engine:
                 use.forget()
             group.uses_over.clear()
             group.uses_running.clear()
+            group.reduced = False
         self._ready.clear()
-        self._reduced.clear()
         self._in_backward = False
         self._task = -1
 
@@ -501,14 +515,13 @@ class Engine:
         self.accumulate_only = False
         for index in self.reduce_order.order:
             self._reduce(self.groups[index])
-        self._reduced.clear()
         self.accumulated = False
 
     def values(self) -> tuple[int, int]:
         """What this rank adds to the exchange of the norm: whether gradients came too late for
         their reduction, and whether it has used the groups twice in another order.
         """
-        late = any(group.has_written_slots for group in self.groups)
+        late = any(group.late for group in self.groups)
         latest = self._latest
         other = (
             len(latest) == 2
@@ -524,12 +537,11 @@ class Engine:
         """
         self._order_due = other_order
         if late:
-            mine = tuple(int(group.has_written_slots) for group in self.groups)
+            mine = tuple(int(group.late) for group in self.groups)
             anywhere = self._agreement.largest(mine)
             for index in self.reduce_order.order:
                 if anywhere[index]:
                     self._reduce(self.groups[index])
-            self._reduced.clear()
             self.reductions.finish()
         return bool(late)
 

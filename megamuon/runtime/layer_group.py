@@ -142,7 +142,9 @@ class LayerGroup:
         self.accumulated: Tensor | None = None  # ``sums``, while they wait to be reduced
         self.uses: WeakSet[Use] = WeakSet()  # whose graphs are alive
         self.unseen_use = False  # a use with no input that hears of its gradient: it has no end
+        self.late = False  # slots hold gradients that came too late for their reduction
         # --- this backward pass ---
+        self.reduced = False  # the reduction has started
         self.uses_running: set[Use] = set()
         self.uses_over: WeakSet[Use] = WeakSet()
         self.fired: set[str] = set()
@@ -308,11 +310,6 @@ class LayerGroup:
         seen = bool(self.uses) and not self.unseen_use
         return seen and all(use in self.uses_over for use in self.uses)
 
-    @property
-    def has_written_slots(self) -> bool:
-        """Whether gradients wait in the slots."""
-        return any(slot.written for slot in self.slots.values())
-
     def partial_gradients(self) -> list[Tensor]:
         """Slots whose gradient is a part of a sum over the tp ranks."""
         return [self.slots[p.name].gradient for p in self.trainable if p.tp_partial]
@@ -335,13 +332,17 @@ class LayerGroup:
         self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Nobody reads the slots any more, nor the sums but to add to them."""
-        self.gradients.release()
+        """No reduction reads the slots any more, nor the sums but to add to them. Gradients that
+        came too late for it stay.
+        """
+        if not self.late:
+            self.gradients.release()
         if self.accumulated is None:
             self.sums.release()
 
     def clear_slots(self) -> None:
         """Forget what the slots hold."""
+        self.late = False
         for slot in self.slots.values():
             slot.written = False
 

@@ -12,14 +12,17 @@ The plan lets buffers share memory that were never alive together in rank 0's re
 Ranks and later passes may differ: a skipped branch leaves a gathered group that nobody enters, and
 gradients that wait for a group that never becomes ready. So before a buffer comes alive, whatever
 overlaps it makes room: a reduction or a gather in flight is waited for, weights that nobody has
-entered and gradients that wait are set aside on the heap until they are used. All of that costs
-time and changes no result. Only weights in use cannot move, because autograd has saved views of
-them: that is an error.
+entered and gradients that wait are set aside on the heap until they are used. Weights in use
+cannot move, because autograd has saved views of them; but a collective that needs their range
+returns before autograd goes on. So they leave it for the length of that collective, and what it
+brought is set aside (``transfer``). All of that costs time and changes no result. What remains is a
+backward that writes gradients into a range whose weights it reads at the same time: an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -188,14 +191,43 @@ class OpenPool:
         groups: Sequence[LayerGroup],
         plan: PoolPlan,
         memory: Memory,
-        finish_oldest: Callable[[], bool],
+        free_slots: Callable[[LayerGroup], None],
     ) -> None:
         self.groups = tuple(groups)
         self.plan = plan
         self.memory = memory
         self.live: set[Key] = set()
         self.bytes_set_aside = 0  # copied out of the way since the pool was opened
-        self._finish_oldest = finish_oldest
+        self._free_slots = free_slots
+        self._transferring = False
+        # Weights in use that a collective has displaced: their key, what displaced them, contents.
+        self._displaced: list[tuple[Key, Key, Tensor]] = []
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """One collective is made inside: what it needs may displace weights in use, which are back
+        at the end; then it has been waited for.
+        """
+        self._transferring = True
+        try:
+            yield
+        finally:
+            self._transferring = False
+            displaced, self._displaced = self._displaced, []
+            for key, by, contents in displaced:
+                self._end_transfer(by)
+                self.groups[key[1]].leased[key[0]].raw.copy_(contents)
+                self.live.add(key)
+
+    def _end_transfer(self, key: Key) -> None:
+        """Wait for the collective of a buffer and set aside what it brought."""
+        kind, group = key[0], self.groups[key[1]]
+        if kind in ("weights", "sent"):
+            group.wait_gathered()
+        elif group.reducing is not None:
+            self._free_slots(group)
+        if key in self.live:
+            self._set_aside(key)
 
     def watch(self, kind: str, group: int) -> Callable[[bool], None]:
         """What a pooled buffer tells of its life (``FlatBuffer.watch``)."""
@@ -221,14 +253,17 @@ class OpenPool:
         if kind == "sent":
             group.wait_gathered()  # widening it ends the lease
         elif kind == "weights":
+            group.wait_gathered()
             if not (group.entered or group.resident):
-                group.wait_gathered()
                 self._set_aside(other)
-        elif group.reducing is not None:
-            while other in self.live and self._finish_oldest():
-                pass
-        elif key[1] != other[1]:
-            self._set_aside(other)
+            elif self._transferring:
+                self._displaced.append((other, key, group.weights.raw.clone()))
+                self.live.discard(other)
+        else:
+            if group.reducing is not None:
+                self._free_slots(group)
+            if other in self.live and key[1] != other[1]:
+                self._set_aside(other)
         if other in self.live:
             raise self._conflict(key, other)
 
@@ -256,13 +291,13 @@ def open_pool(
     memory: Memory,
     parameters_by_name: Mapping[str, nn.Parameter],
     *,
-    finish_oldest: Callable[[], bool],
+    free_slots: Callable[[LayerGroup], None],
 ) -> OpenPool:
     """Move what ``plan`` names into ``memory``: between two steps, when no graph of autograd is
     alive. Gathered weights are dropped, windows keep their contents.
 
-    ``finish_oldest`` waits for the reduction that was launched first and says whether there was
-    one. Raises ValueError where the memory is too small, RuntimeError where gradients wait.
+    ``free_slots`` waits until a group's reduction reads its slots no more. Raises ValueError where
+    the memory is too small, RuntimeError where gradients wait.
     """
     if memory.nbytes < plan.total:
         raise ValueError(f"a pool of {plan.total} bytes does not fit into {memory.nbytes} bytes")
@@ -271,7 +306,7 @@ def open_pool(
             raise RuntimeError(
                 f"group {group.name!r} still holds gradients: the pool opens between two steps"
             )
-    pool = OpenPool(groups, plan, memory, finish_oldest)
+    pool = OpenPool(groups, plan, memory, free_slots)
     for group in groups:
         buffers = group.leased
         for kind, buffer in buffers.items():

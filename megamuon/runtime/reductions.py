@@ -76,12 +76,24 @@ class Reductions:
         self._outstanding.append((group, compare))
 
     def before_write(self, group: LayerGroup) -> None:
-        """A slot of ``group`` is about to be written: bring the slots to life, and wait for the
-        reduction that this gradient comes too late for, since it may still read them.
+        """A slot of ``group`` is about to be written: bring the slots to life, and wait until the
+        reduction that this gradient comes too late for has read them.
         """
-        while group.reducing is not None:
-            self.finish_oldest()
+        if group.reducing is not None:
+            self.free_slots(group)
+        group.late = group.late or group.reduced
         group.gradients.revive()
+
+    def free_slots(self, group: LayerGroup) -> None:
+        """Wait until the reduction of ``group`` that is in flight reads its slots no more. That is
+        its first stage: the others need calls that peers may make only after further gathers.
+        """
+        for earlier, _ in self._outstanding:
+            if earlier.reducing is not None:
+                earlier.reducing.free_slots()
+                earlier.release_gradients()
+            if earlier is group:
+                break
 
     def finish_oldest(self) -> bool:
         """Wait for the reduction that was launched first; False: none is in flight."""

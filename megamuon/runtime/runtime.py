@@ -143,8 +143,8 @@ class Runtime:
         """
         self.engine.finish_reductions()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        finish = self.engine.reductions.finish_oldest
-        self.opened = open_pool(self.groups, plan, memory, parameters, finish_oldest=finish)
+        free_slots = self.engine.reductions.free_slots
+        self.opened = open_pool(self.groups, plan, memory, parameters, free_slots=free_slots)
         self.engine.leases = self.opened
         return self.opened
 

@@ -282,6 +282,7 @@ def runtime_config(config: Config, *, ns_cpu_dtype: CpuDtype = "fp32") -> Runtim
         chunk_bytes=owners.chunk_kib * KIB,
         publish_tile_bytes=owners.publish_tile_kib * KIB,
         collective_deadline=owners.collective_deadline,
+        check_collective_order=owners.check_collective_order,
         # "none" is what becomes of slices that nothing needs whole: AdamW and SGD ask nobody.
         matrix_update="gather" if owners.matrix_update == "gather" else "owner",
         publish=config.parallel.publish,

@@ -65,6 +65,7 @@ CONTRADICTIONS = [
     (f"--line M {TP} 2", 2, "--tensor-model-parallel-size 2", "not applicable"),
     ("--line M --param-layout even", 2, "--param-layout even", "not applicable"),
     ("--line B --zero-stage 1", 2, "--zero-stage 1", "--param-layout even"),
+    ("--line A --optimizer adam --check-collective-order", 2, "--check-collective-order", "line A"),
     ("--line A --zero-stage 1", 2, "--zero-stage 1", "--param-layout even"),
     (MOE + "--moe-router-topk 5", 2, "--moe-router-topk 5", "--num-experts 4"),
     (MOE + "--moe-shared-expert-gate", 2, "--moe-shared-expert-gate", "intermediate-size"),
