@@ -45,8 +45,9 @@ def sharded(
 
 
 def reduced(runtime: Runtime) -> dict[str, Tensor]:
-    """Whole reduced gradients, put together from all ranks' windows."""
+    """Whole reduced gradients, those that came late included, from all ranks' windows."""
     runtime.engine.finish_reductions()
+    runtime.engine.settle(1, False)
     mine = [
         (s.parameter.name, s.start, s.window.clone())
         for group in runtime.groups

@@ -439,16 +439,41 @@ def test_windows_that_mix_all_rows_and_owners_stay_out() -> None:
     assert "every row keeps" in reason
 
 
-def test_weights_in_use_raise_and_name_the_remedy() -> None:
+def test_a_collective_displaces_weights_in_use_and_brings_them_back() -> None:
     runtime, _, _ = trained(Run(steps=3, orders=((0, 1, 2),)), pooled=True)
     pool, engine = runtime.opened, runtime.engine
     weights = [("weights", group.index) for group in runtime.groups if group.name]
     first, second = next((a, b) for a in weights for b in pool.plan.overlaps[a] if b in weights)
+    used, other = runtime.groups[first[1]], runtime.groups[second[1]]
+    engine.root_enter()
+    engine.need(used)
+    before = used.weights.raw.clone()
+    engine.gather(other)
+    assert torch.equal(used.weights.raw.view(torch.uint8), before.view(torch.uint8))
+    assert first in pool.live
+    assert not other.weights.alive and second not in pool.live  # set aside until it is used
+    engine.leave(used, returns=True)
+    engine.need(other)
+    found = {p.name: other.weights.raw_view(p.name, p.shape).clone() for p in other.parameters}
+    wanted = dict(runtime.full_parameters())
+    assert found and all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def test_gradients_written_over_weights_in_use_raise_and_name_the_remedy() -> None:
+    runtime, _, _ = trained(Run(steps=3, orders=((0, 1, 2),)), pooled=True)
+    pool, engine = runtime.opened, runtime.engine
+    keys = [(kind, g.index) for g in runtime.groups if g.name for kind in ("gradients", "weights")]
+    slots, first = next(
+        (a, b)
+        for a in keys
+        for b in pool.plan.overlaps[a]
+        if a[0] == "gradients" and b in keys and b[0] == "weights" and a[1] != b[1]
+    )
     engine.root_enter()
     engine.need(runtime.groups[first[1]])
-    names = [f"'{runtime.groups[key[1]].name}'" for key in (second, first)]
+    names = [f"'{runtime.groups[key[1]].name}'" for key in (slots, first)]
     with pytest.raises(PoolConflictError, match=r".*".join(names)) as raised:
-        engine.gather(runtime.groups[second[1]])
+        engine.reductions.before_write(runtime.groups[slots[1]])
     assert "--collectives grouped" in str(raised.value)
 
 
