@@ -34,6 +34,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megamuon.console import run_script  # noqa: E402
 from tools.fuzz_trials import make_trial  # noqa: E402
 
 GRACE = 3.0  # seconds after the first failure in which other ranks may report theirs
@@ -208,4 +209,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))
