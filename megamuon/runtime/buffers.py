@@ -65,6 +65,8 @@ class FlatBuffer:
         self.bound = False  # a static view of memory that others use while this one is released
         # Told True before the buffer comes alive, False after it was released; None: nobody asks.
         self.watch: Callable[[bool], None] | None = None
+        # Told after each release, whether the buffer was alive or not; None: nobody asks.
+        self.released: Callable[[], None] | None = None
         self._aside: Tensor | None = None  # contents that wait elsewhere for their range
 
     def view(self, name: str, shape: Sequence[int]) -> Tensor:
@@ -121,6 +123,8 @@ class FlatBuffer:
             self.alive = False
             if self.watch is not None:
                 self.watch(False)
+        if self.released is not None:
+            self.released()
 
     def revive(self) -> None:
         """Bring the storage back, with undefined contents, or with those that were set aside."""

@@ -31,11 +31,15 @@ from megamuon.runtime.fully_sharded_build import (
     exchange,
     pieces_of,
     plan_of,
+    present,
     wrap,
 )
 from megamuon.runtime.fully_sharded_runtime import FullyShardedRuntime
 from megamuon.runtime.fully_sharded_step import FullyShardedStep
 from megamuon.runtime.fully_sharded_traffic import count_traffic
+from megamuon.runtime.initial import CheckedFill, check_present_weights, weights_from
+from megamuon.runtime.module_buffers import ModuleBuffers
+from megamuon.runtime.released import guard_fully_sharded
 
 
 def fully_shard_model(
@@ -87,13 +91,26 @@ def _build(
     owns_process_group: bool,
 ) -> FullyShardedRuntime:
     plan = plan_of(model, layers, config, mesh, placements)
-    exchange(config, plan, dist.group.WORLD)
+    buffers, held = ModuleBuffers(model), present(model, plan.parameters)
+    exchange(
+        config,
+        plan,
+        dist.group.WORLD,
+        {**buffers.texts(), "weights": weights_from(held, initial)},
+    )
+    buffers.prepare(mesh=mesh, group=dist.group.WORLD, device=mesh.device)
+    if initial is None:
+        check_present_weights(held, plan.parameters, mesh, dist.group.WORLD, mesh.device)
+    else:
+        initial = filled = CheckedFill(initial)
     grids = device_mesh(mesh)
     tensors, modules = wrap(model, layers, plan.parameters, config, mesh, grids, initial)
+    if initial is not None:
+        filled.check(plan.parameters, mesh, dist.group.WORLD, mesh.device)
     traffic = Traffic()
     count_traffic(modules, traffic, mesh.rows)
     tp_group = grids["tp"].get_group() if mesh.tp > 1 else None
-    return FullyShardedRuntime(
+    runtime = FullyShardedRuntime(
         model=model,
         plan=plan,
         config=config,
@@ -112,8 +129,11 @@ def _build(
             settings=config.optimizer,
             traffic=traffic,
         ),
+        buffers=buffers,
         owns_process_group=owns_process_group,
     )
+    guard_fully_sharded(model, runtime.clear_gradients)
+    return runtime
 
 
 def _check_optimizer(settings: OptimizerSettings) -> None:

@@ -9,7 +9,7 @@ stop with a message before the first collective of FSDP2. Tested by
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -35,9 +35,8 @@ from megamuon.runtime.agreement import exchange_plan, exchange_settings, setting
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.fully_sharded_step import ShardedPiece
-from megamuon.runtime.shard import parameter_seed
+from megamuon.runtime.initial import Fill, parameter_seed
 
-Fill = Callable[[str, Tensor, torch.Generator], None]
 Holders = dict[
     str, list[tuple[nn.Module, str]]
 ]  # parameter -> (module, attribute) of all its names
@@ -69,8 +68,13 @@ def plan_of(
     return build_plan(parameters, topology, closed_form_cost(None), settings)
 
 
-def exchange(config: RuntimeConfig, plan: OwnershipPlan, group: dist.ProcessGroup) -> None:
-    """Compare settings and plan over all ranks. Raises PlanMismatchError."""
+def exchange(
+    config: RuntimeConfig,
+    plan: OwnershipPlan,
+    group: dist.ProcessGroup,
+    more: Mapping[str, str],
+) -> None:
+    """Compare settings, ``more`` among them, and plan over all ranks. Raises PlanMismatchError."""
     settings = {
         "line": "A",
         "parameters": hashlib.sha256(repr(plan.parameters).encode()).hexdigest()[:16],
@@ -80,7 +84,7 @@ def exchange(config: RuntimeConfig, plan: OwnershipPlan, group: dist.ProcessGrou
         "master": str(config.master_dtype),
         "seed": str(config.seed),
     }
-    exchange_settings(settings | settings_texts(config.optimizer), group)
+    exchange_settings(settings | settings_texts(config.optimizer) | dict(more), group)
     exchange_plan(plan, group)
 
 
@@ -160,6 +164,12 @@ def _without_views(_: nn.Module, args: object, output: object) -> object:
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
+def present(model: nn.Module, parameters: Sequence[LogicalParameter]) -> dict[str, nn.Parameter]:
+    """The parameters that the model has now, by canonical name."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    return {parameter.name: named[parameter.name] for parameter in parameters}
+
+
 def _holders(model: nn.Module, parameters: Sequence[LogicalParameter]) -> Holders:
     holders: Holders = {}
     for parameter in parameters:
@@ -234,8 +244,6 @@ def _fill(
         seed = parameter_seed(config.seed, parameter.name)
         initial(parameter.name, whole, torch.Generator().manual_seed(seed))
         piece = cut_piece(whole, parameter, mesh.tp_rank)
-    elif old.is_meta:
-        raise ValueError(f"{parameter.name} is on the meta device: pass initial= to fill it")
     else:
         piece = old.detach()
     value = piece.to(mesh.device, config.master_dtype).contiguous()

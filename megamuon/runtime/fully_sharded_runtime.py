@@ -7,8 +7,8 @@ written to FSDP2's own shards. Tested by ``tests/distributed/test_fully_sharded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,20 @@ from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import PieceExchange
+from megamuon.runtime.fully_sharded_accumulation import WideAccumulation
+from megamuon.runtime.fully_sharded_build import present
 from megamuon.runtime.fully_sharded_step import FullyShardedStep
+from megamuon.runtime.module_buffers import ModuleBuffers
+from megamuon.runtime.released import TRAINABLE, ReleasedWeightError
 from megamuon.runtime.step import StepResult
+from megamuon.runtime.weights import (
+    LoadedParameters,
+    Shown,
+    keep_changes,
+    load_parameters,
+    names_under,
+    swapped,
+)
 
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -54,6 +66,7 @@ class FullyShardedRuntime:
         exchange: PieceExchange,
         modules: Sequence[FSDPModule],
         step: FullyShardedStep,
+        buffers: ModuleBuffers,
         owns_process_group: bool,
     ) -> None:
         self.model = model
@@ -64,25 +77,32 @@ class FullyShardedRuntime:
         self.groups: tuple[()] = ()  # layer groups are FSDP2's
         self.engine = Passes()
         self.exchange = exchange
+        self.buffers = buffers
+        self.world = step.world
         self.traffic = step.traffic  # bytes that this rank has sent
         self._shard_group = shard_group
         self._modules = tuple(modules)  # the root last
         self._step = step
         self._owns_process_group = owns_process_group
+        self._accumulating = 0  # contexts of ``accumulate`` that are open
+        self._wide = WideAccumulation(self._modules, config)
 
     # --- training --------------------------------------------------------------------------------
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside keep their whole gradients on the rank; the next one outside
-        reduces the sum.
+        reduces the sum.  It nests: the outermost one counts.
         """
         root = self._modules[-1]
+        self._accumulating += 1
+        self._wide.begin()
         root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            self._accumulating -= 1
+            root.set_requires_gradient_sync(self._accumulating == 0)
 
     def step(
         self,
@@ -96,10 +116,12 @@ class FullyShardedRuntime:
         ``lr_of`` gives a parameter's own learning rate where it is not ``lr``. Collectives: the
         norm scalar with its riders, and the sum of partial gradients under tensor parallelism.
         """
+        self._check_trainable()
         if any(gradient is not None for gradient in self._whole_gradients()):
             # Every backward pass was inside ``accumulate``: end one that does reduce.
             self._modules[-1]._get_fsdp_state()._root_post_backward_final_callback()
         result = self._step(lr_of or (lambda _: lr), wd)
+        self._wide.end()
         self._reshard()
         if not result.skipped:
             self.engine.version += 1
@@ -113,7 +135,14 @@ class FullyShardedRuntime:
             held.unsharded_accumulated_grad = None
             if hasattr(held, "_unsharded_param"):
                 held._unsharded_param.grad = None
+        self._wide.end()
         self._reshard()
+
+    def _check_trainable(self) -> None:
+        """Raise ReleasedWeightError where requires_grad has changed since the model was sharded."""
+        for piece in self._step.pieces:
+            if piece.tensor.requires_grad != piece.parameter.trainable:
+                raise ReleasedWeightError(f"{piece.parameter.name}: {TRAINABLE}")
 
     def _reshard(self) -> None:
         """Drop gathered weights that a forward pass without a backward left: they go stale when
@@ -138,15 +167,20 @@ class FullyShardedRuntime:
 
     # --- state -----------------------------------------------------------------------------------
 
-    def state(self, *, optimizer: bool = True, everywhere: bool = False) -> list[StoredTensor]:
-        """This rank's pieces of every weight (by canonical name) and optimizer tensor
-        (``optimizer.<state>.<name>``); the tensors are the live ones.
+    def state(
+        self, *, optimizer: bool = True, everywhere: bool = False, buffers: bool = True
+    ) -> list[StoredTensor]:
+        """This rank's pieces of every weight (by canonical name), persistent buffer and optimizer
+        tensor (``optimizer.<state>.<name>``); the tensors are the live ones.
 
         Each element is listed by one rank: the rows of the mesh list a share each of what they hold
         alike; where nothing is cut the first tensor-parallel rank lists, and a scalar the first
         holder. With ``everywhere`` (what a load wants) all ranks list all that they hold.
         """
         found: list[StoredTensor] = []
+        if buffers:
+            speaks = self.mesh.rank == 0
+            found.extend(self.buffers.stored(everywhere=everywhere, speaks=speaks))
         row, rows = (0, 1) if everywhere else (self.mesh.row, self.mesh.rows)
         for piece in self._step.pieces:
             name, cut = piece.parameter.name, piece.parameter.cut is not None
@@ -168,6 +202,57 @@ class FullyShardedRuntime:
         """Masters were written from outside: gathered weights are stale now."""
         self._reshard()
         self.engine.version += 1
+
+    # --- whole weights: see Runtime --------------------------------------------------------------
+
+    def masters(self) -> list[Tensor]:
+        """See Runtime.masters: this rank's rows of each parameter."""
+        return [piece.master for piece in self._step.pieces]
+
+    def swapped(self, values: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """See Runtime.swapped."""
+        return swapped(self, values)
+
+    def load_parameters(
+        self,
+        values: Mapping[str, Tensor] | None,
+        *,
+        source_rank: int | None = None,
+        strict: bool = True,
+    ) -> LoadedParameters:
+        """See Runtime.load_parameters."""
+        return load_parameters(self, values, source_rank=source_rank, strict=strict)
+
+    @contextmanager
+    def gathered(
+        self, module: nn.Module | None = None, *, write: bool = False
+    ) -> Iterator[nn.Module]:
+        """See Runtime.gathered: FSDP2's own gather. A forward pass inside ends it early."""
+        wanted = names_under(self.model, module)
+        before = present(self.model, self.plan.parameters)
+        pieces = {p.parameter.name: p for p in self._step.pieces}
+        modules = []
+        for each in self._modules:
+            group = each._get_fsdp_state()._fsdp_param_group
+            held = [] if group is None else [p.sharded_param for p in group.fsdp_params]
+            if wanted is None or any(id(tensor) in wanted for tensor in held):
+                modules.append(each)
+        for each in modules:
+            each.unshard()
+        now = present(self.model, self.plan.parameters)
+        shown = {n: t for n, t in now.items() if t is not before[n]}
+        try:
+            watch = Shown(shown, self.plan.parameters, self.mesh, self.world)
+            yield self.model
+            changes = {n: t.clone() for n, t in watch.changed(write=write).items()}
+        finally:
+            for each in modules:
+                each.reshard()
+        for name, whole in changes.items():
+            first, master = pieces[name].first_row, pieces[name].master
+            keep_changes(master, whole[first : first + len(master)], self.config.compute_dtype)
+        if changes:
+            self.loaded()
 
     @torch.no_grad()
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:

@@ -140,16 +140,19 @@ def _slot_forward(module: nn.Linear) -> Any:
     return forward
 
 
-def guard_state_dict(modules: Sequence[nn.Module]) -> None:
-    """Make ``state_dict`` an error: it would hand out released views, and reading one crashes the
-    process.
+def attach_guards(
+    engine: Engine, model: nn.Module, groups: Sequence[LayerGroup], named: dict[str, nn.Parameter]
+) -> None:
+    """Close all parameters, and those that stay gathered again after each forward pass.  Call last:
+    closed parameters take no hooks.
     """
+    for group in groups:
+        group.protect({p.name: named[p.name] for p in group.parameters}, lambda: engine.version)
 
-    def refuse(*_: Any) -> None:
-        raise RuntimeError(
-            "state_dict() of a sharded model would read released memory: use Runtime.state() or"
-            " Runtime.full_parameters()"
-        )
+    def close(*_: Any) -> None:
+        if not backward_running():
+            for group in groups:
+                if group.guard is not None:
+                    group.guard.close()
 
-    for module in modules:
-        module.register_state_dict_pre_hook(refuse)
+    model.register_forward_hook(close)

@@ -7,8 +7,8 @@ masters, never through the compute buffers, which may be released. Tested by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -24,9 +24,18 @@ from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import PieceExchange
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.matrix_update import HeldState
+from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import Memory, OpenPool, open_pool
 from megamuon.runtime.step import OwnerStep, StepResult
+from megamuon.runtime.weights import (
+    LoadedParameters,
+    Shown,
+    keep_changes,
+    load_parameters,
+    names_under,
+    swapped,
+)
 
 OPTIMIZER_PREFIX = "optimizer."
 
@@ -55,6 +64,7 @@ class Runtime:
         engine: Engine,
         step: OwnerStep,
         exchange: PieceExchange,
+        buffers: ModuleBuffers,
         notes: list[str] | None = None,
     ) -> None:
         """``notes``: lines for the user that are not printed yet; more may come with the steps."""
@@ -67,8 +77,11 @@ class Runtime:
         self.groups = groups
         self.engine = engine
         self.exchange = exchange
+        self.buffers = buffers
+        self.world = step.group  # all ranks; None: one
         self.traffic = step.traffic  # bytes that this rank has sent
         self._step = step
+        self._accumulating = 0  # contexts of ``accumulate`` that are open
         self.pool: PoolHook | None = None  # until the pool is open
         self.opened: OpenPool | None = None
 
@@ -77,13 +90,15 @@ class Runtime:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Backward passes inside keep their gradients on the rank; the next one outside reduces the
-        sum.
+        sum.  It nests: the outermost one counts.
         """
+        self._accumulating += 1
         self.engine.accumulate_only = True
         try:
             yield
         finally:
-            self.engine.accumulate_only = False
+            self._accumulating -= 1
+            self.engine.accumulate_only = self._accumulating > 0
 
     def step(
         self,
@@ -155,9 +170,11 @@ class Runtime:
 
     # --- state -----------------------------------------------------------------------------------
 
-    def state(self, *, optimizer: bool = True, everywhere: bool = False) -> list[StoredTensor]:
-        """This rank's pieces of every weight (by canonical name) and optimizer tensor
-        (``optimizer.<state>.<name>``); the tensors are the live ones.
+    def state(
+        self, *, optimizer: bool = True, everywhere: bool = False, buffers: bool = True
+    ) -> list[StoredTensor]:
+        """This rank's pieces of every weight (by canonical name), persistent buffer and optimizer
+        tensor (``optimizer.<state>.<name>``); the tensors are the live ones.
 
         Each element is listed once: rows that hold a slice alike list a share of it each, and of
         what every tp rank keeps, or what belongs to no element (counts like AdamW's step), the
@@ -165,6 +182,9 @@ class Runtime:
         holds.
         """
         found: list[StoredTensor] = []
+        if buffers:
+            speaks = self.mesh.rank == 0
+            found.extend(self.buffers.stored(everywhere=everywhere, speaks=speaks))
         row, rows = self.mesh.row, self.mesh.rows
         for segment in self._step.segments():
             parameter = segment.parameter
@@ -213,6 +233,86 @@ class Runtime:
         self.engine.version += 1
         if self.engine.publication is not None:
             self.engine.publication.republish(self.engine.version)
+
+    # --- whole weights ---------------------------------------------------------------------------
+
+    def masters(self) -> list[Tensor]:
+        """This rank's share of the weights in the master dtype, flat, always in the same order; the
+        tensors are the live ones. Call ``loaded`` on every rank after writing to them.
+        """
+        return [group.master for group in self.groups]
+
+    def swapped(self, values: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """A context in which the model computes with ``values``, one for each of ``masters()``,
+        such as a moving average of them. A collective at both ends.
+        """
+        return swapped(self, values)
+
+    def load_parameters(
+        self,
+        values: Mapping[str, Tensor] | None,
+        *,
+        source_rank: int | None = None,
+        strict: bool = True,
+    ) -> LoadedParameters:
+        """Fill weights and persistent buffers from whole tensors by name, such as a state dict:
+        given on every rank, or on ``source_rank`` alone (None on the others). The optimizer's state
+        stays. A collective.
+
+        Raises ValueError for names (if ``strict``) and shapes that do not fit the model, and
+        ReplicaMismatchError where ranks were given different values, before anything is written.
+        """
+        return load_parameters(self, values, source_rank=source_rank, strict=strict)
+
+    @contextmanager
+    def gathered(
+        self, module: nn.Module | None = None, *, write: bool = False
+    ) -> Iterator[nn.Module]:
+        """A context in which the parameters of the layer groups of ``module`` (default: of the
+        model) are whole, in the compute dtype: FSDP's ``summon_full_params``.
+
+        They are copies beside what passes use, so the memory of as many weights is needed. With
+        ``write``, what every rank changed alike goes to the masters at the end; elements that
+        nobody changed keep all their digits. With tensor parallelism they are this rank's pieces.
+        A collective at both ends. Raises ReleasedWeightError at the end for changes without
+        ``write`` and for changes that differ between ranks; none of them is kept.
+        """
+        wanted = names_under(self.model, module)
+        named = dict(self.model.named_parameters(remove_duplicate=False))
+        groups = [
+            group
+            for group in self.groups
+            if wanted is None or any(id(named[p.name]) in wanted for p in group.parameters)
+        ]
+        for group in groups:
+            group.show(named, self._copy_of(group))
+        try:
+            shown = {p.name: named[p.name] for g in groups for p in g.parameters}
+            watch = Shown(shown, self.plan.parameters, self.mesh, self.world)
+            yield self.model
+            changes = watch.changed(write=write)
+        finally:
+            for group in groups:
+                group.hide(named)
+        if changes:
+            narrow = self.config.sent_dtype
+            for segment in (s for g in groups for s in g.local if s.parameter.name in changes):
+                values = changes[segment.parameter.name].reshape(-1)
+                keep_changes(segment.master, values[segment.start : segment.stop], narrow)
+            self.loaded()
+
+    @torch.no_grad()
+    def _copy_of(self, group: LayerGroup) -> Tensor:
+        """The whole weights of a group in memory of their own; what a pass keeps stays."""
+        fresh = group.version != self.engine.version
+        if fresh:
+            self.engine.gather(group)
+        group.wait_gathered()
+        group.weights.revive()  # they may have been set aside
+        copy = group.weights.raw.clone()
+        if fresh:
+            group.release_weights()
+        return copy
 
     def close(self) -> None:
         """Let everything in flight arrive; call it before the process groups are destroyed."""

@@ -9,7 +9,7 @@ starts. Tested by the equivalence tests and ``tests/distributed/test_runtime_rul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,12 +36,19 @@ from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.fabric import PoolOpener
+from megamuon.runtime.initial import (
+    CheckedFill,
+    Fill,
+    check_present_weights,
+    parameter_seed,
+    weights_from,
+)
 from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
 from megamuon.runtime.measure import cost_function
+from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.publish import Publication
+from megamuon.runtime.released import guard_modules
 from megamuon.runtime.runtime import Runtime
-
-Fill = Callable[[str, Tensor, torch.Generator], None]
 
 
 def shard(
@@ -86,15 +93,25 @@ def shard(
         gathered_update=config.matrix_update == "gather",
         placements=placements,
     )
-    exchange_settings(_agreed_settings(config, grid.mesh, parameters, plan), grid.world)
+    buffers = ModuleBuffers(model)
+    settings = _agreed_settings(config, grid.mesh, parameters, plan) | buffers.texts()
+    tensors = _parameters_by_name(model, parameters)
+    settings |= {"weights": weights_from(tensors, initial)}
+    exchange_settings(settings, grid.world)
     plan = _plan(parameters, plan, config, grid, device)
     exchange_plan(plan, grid.world)
-    tensors = _parameters_by_name(model, parameters)
+    buffers.prepare(mesh=grid.mesh, group=grid.world, device=device)
+    if initial is None:
+        check_present_weights(tensors, parameters, grid.mesh, grid.world, device)
+    else:
+        initial = filled = CheckedFill(initial)
     groups = _build_groups(plan, grid.mesh, config, device)
     parts = build_parts(groups, plan, grid, config, device)
     _fill_masters(groups, tensors, config, initial, parts.publication)
+    if initial is not None:
+        filled.check(parameters, grid.mesh, grid.world, device)
     _place_parameters(model, groups, tensors)
-    _attach(parts.engine, model, groups, layers)
+    holders = _attach(parts.engine, model, groups, layers)
     runtime = Runtime(
         model=model,
         plan=plan,
@@ -104,8 +121,10 @@ def shard(
         engine=parts.engine,
         step=parts.step,
         exchange=parts.exchange,
+        buffers=buffers,
         notes=parts.fabric.lines,
     )
+    guard_modules(model, holders, runtime.clear_gradients)
     if isinstance(parts.reducer, ReadyReducer):
         opener = PoolOpener(
             runtime,
@@ -219,14 +238,6 @@ def _build_groups(
     )
 
 
-def parameter_seed(seed: int, name: str) -> int:
-    """Seed of one parameter's initial values: a function of its name, so no layout can change
-    it.
-    """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
-
-
 def _fill_masters(
     groups: Sequence[LayerGroup],
     tensors: dict[str, nn.Parameter],
@@ -265,8 +276,6 @@ def _initial_piece(
         whole = torch.empty(parameter.shape, dtype=config.master_dtype)
         initial(name, whole, torch.Generator().manual_seed(parameter_seed(config.seed, name)))
         return cut_piece(whole, parameter, tp_rank).reshape(-1)
-    if present.is_meta:
-        raise ValueError(f"{name} is on the meta device: pass initial= to fill it")
     return present.detach().reshape(-1)
 
 
@@ -294,7 +303,8 @@ def _attach(
     model: nn.Module,
     groups: Sequence[LayerGroup],
     layers: Sequence[type[nn.Module]],
-) -> None:
+) -> list[nn.Module]:
+    """All hooks.  Returns the modules that hold parameters."""
     hooks.attach_root(engine, model)
     hooks.route_linears(model)
     owners: dict[int, list[nn.Module]] = {}
@@ -321,4 +331,5 @@ def _attach(
         hooks.attach_group(engine, group, modules)
         hooks.attach_parameters(engine, group, parameters)
     hooks.attach_root_end(engine, model)
-    hooks.guard_state_dict(list(dict.fromkeys([model, *holders])))
+    hooks.attach_guards(engine, model, groups, named)
+    return holders

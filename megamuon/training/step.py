@@ -161,7 +161,11 @@ class Stepper:
 def nonfinite_weights(runtime: Runtime, mesh: Mesh) -> tuple[str, ...]:
     """Names of parameters with a master weight that is not finite, the same on all ranks."""
     local = sorted(
-        {p.name for p in runtime.state(optimizer=False) if not torch.isfinite(p.data).all()}
+        {
+            p.name
+            for p in runtime.state(optimizer=False, buffers=False)
+            if not torch.isfinite(p.data).all()
+        }
     )
     if mesh.world_size == 1:
         return tuple(local)

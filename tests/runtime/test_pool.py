@@ -523,6 +523,7 @@ def test_writes_into_the_pool_are_invisible_to_autograd() -> None:
     group = next(g for g in runtime.groups if g.name == "")
     version = head._version
     runtime.engine.gather(group)
+    group.enter()
     group.weights.raw.fill_(2.0)
     assert head._version == version and bool((head == 2).all())
     assert runtime.opened.memory.offset_of(head) is not None
