@@ -10,7 +10,7 @@ the equivalence tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakSet
 
 import torch
@@ -47,6 +47,7 @@ class LocalSegment:
     stop: int
     master: Tensor  # (stop - start,) in the master dtype
     window: Tensor | None  # reduced gradient, same length; None for a frozen parameter
+    _views: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
     def rows(self) -> tuple[int, int]:
@@ -70,6 +71,23 @@ class LocalSegment:
         """``flat (stop - start,)`` with the piece's dims; dim 0 holds this segment's rows."""
         piece = self.parameter.piece_shape(self.tp_rank)
         return flat.view(self.rows[1], *piece[1:]) if piece else flat.view(())
+
+    @property
+    def master_view(self) -> Tensor:
+        """``master`` as ``shaped`` gives it, made once."""
+        return self._view("master", self.master)
+
+    @property
+    def window_view(self) -> Tensor:
+        """``window`` as ``shaped`` gives it, made anew only after it has moved."""
+        assert self.window is not None
+        return self._view("window", self.window)
+
+    def _view(self, name: str, flat: Tensor) -> Tensor:
+        made = self._views.get(name)
+        if made is None or made[0] is not flat:
+            made = self._views[name] = (flat, self.shaped(flat))
+        return made[1]
 
 
 class Use:

@@ -28,8 +28,6 @@ from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication
 
-HEAD = 4  # entries of the norm's vector before the parameters'
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
@@ -86,6 +84,13 @@ class OwnerStep:
         self.trainable = [p for g in self.groups for p in g.trainable]
         self._group_of = {p.name: g for g in self.groups for p in g.parameters}
         self._place = {p.name: place for place, p in enumerate(self.trainable)}
+        # What the norm counts: nothing here asks each parameter again in every step.
+        self._counted = [
+            (segment, self._group_of[segment.parameter.name], self._place[segment.parameter.name])
+            for segment in self.segments()
+            if segment.window is not None and self.counts(segment.parameter)
+        ]
+        self._decayed = {p.name for p in self.trainable if decays(p)}
         self.state: dict[str, dict[str, Tensor]] = {}  # of what is trained element by element
         for segment in self.segments():
             if segment.window is not None and segment.parameter.route is not Route.MUON:
@@ -144,52 +149,44 @@ class OwnerStep:
         """
         world = dist.get_world_size(self.group) if self.group is not None else 1
         device = self.groups[0].master.device
-        vector = torch.zeros(HEAD + len(self.trainable), dtype=torch.float64)
+        entries = [0.0] * len(self.trainable)  # Python's numbers: a tensor element costs 5 us
         for group in self.groups:
             for name in group.touched:
-                vector[HEAD + self._place[name]] += 1
-        local = [
-            s
-            for s in self.segments()
-            if s.window is not None and not self._empty(s) and self.counts(s.parameter)
-        ]
-        windows = [s.window for s in local]
+                entries[self._place[name]] += 1
+        # A window that no reduction has written since the last step holds an old gradient.
+        local = [(s.window, place) for s, group, place in self._counted if not group.window_empty]
+        windows = [window for window, _ in local]
+        total, zeros = 0.0, 0
         if windows:
             # In FP64: squares of finite FP32 numbers do not overflow, and the clipping factor does
             # not depend on how the layout cuts the sum.
             norms = torch._foreach_norm(windows, dtype=torch.float64)
-            for segment, square in zip(
-                local, torch.stack(norms).cpu().square().tolist(), strict=True
-            ):
+            squares = torch.stack(norms).cpu().square().tolist()
+            for (_, place), square in zip(local, squares, strict=True):
                 if math.isfinite(square):
-                    vector[0] += square
+                    total += square
                 else:
-                    vector[HEAD + self._place[segment.parameter.name]] += 2 * world
-        if self.count_zeros:
-            vector[1] = sum(int((w == 0).sum()) for w in windows)
-        if self.riders is not None:
-            late, other_order = self.riders.values()
-            vector[2] = late
-            vector[3] = other_order if self.mesh.rank == 0 else 0
+                    entries[place] += 2 * world
+        if self.count_zeros and windows:
+            zeros = int(torch.stack([(window == 0).sum() for window in windows]).sum())
+        late, other_order = self.riders.values() if self.riders is not None else (0, 0)
+        if self.mesh.rank:
+            other_order = 0  # what rank 0 says counts
         if self.group is not None:
-            vector = vector.to(device)
+            head = (total, zeros, late, other_order)
+            vector = torch.tensor([*head, *entries], dtype=torch.float64, device=device)
             with named("gradient norm"):
                 dist.all_reduce(vector, group=self.group)
             self.traffic.sent("norm", "world", vector.numel() * vector.element_size())
-            vector = vector.cpu()
-        if self.riders is not None and self.riders.settle(int(vector[2]), bool(vector[3])):
+            total, zeros, late, other_order, *entries = vector.tolist()
+        if self.riders is not None and self.riders.settle(int(late), bool(other_order)):
             return self._norm()
-        entries = vector[HEAD:].tolist()
         nonfinite = tuple(
             p.name for p, entry in zip(self.trainable, entries, strict=True) if entry >= 2 * world
         )
-        norm = float("nan") if nonfinite else float(vector[0].sqrt())
+        norm = float("nan") if nonfinite else math.sqrt(total)
         touched = [entry > 0 for entry in entries]
-        return norm, touched, nonfinite, int(vector[1]) if self.count_zeros else None
-
-    def _empty(self, segment: LocalSegment) -> bool:
-        """A window that no reduction has written since the last step holds an old gradient."""
-        return self._group_of[segment.parameter.name].window_empty
+        return norm, touched, nonfinite, int(zeros) if self.count_zeros else None
 
     def _clip(self, norm: float) -> None:
         if self.clip <= 0:
@@ -257,11 +254,11 @@ class OwnerStep:
                 segment,
                 Item(
                     name=parameter.name,
-                    parameter=segment.shaped(segment.master),
-                    gradient=segment.shaped(segment.window),
+                    parameter=segment.master_view,
+                    gradient=segment.window_view,
                     state=self.item_state(parameter),
                     lr=lr_of(parameter),
-                    wd=wd if self.decays(parameter) else 0.0,
+                    wd=wd if parameter.name in self._decayed else 0.0,
                     logical_shape=parameter.shape,
                 ),
             )
