@@ -201,6 +201,12 @@ def linear(
 
     Matches ``torch.nn.functional.linear`` on the concatenated weight. All biases are given or none.
     """
+    if torch.is_autocast_enabled(inputs.device.type):
+        raise RuntimeError(
+            "torch.autocast is on: a forward pass in one dtype and weights in another would give"
+            " gradients in neither. Leave autocast out and pass --bf16, or"
+            " RuntimeConfig(compute_dtype=torch.bfloat16), with inputs of that dtype"
+        )
     if biases and any(bias is None for bias in biases) and not all(bias is None for bias in biases):
         raise ValueError("a fusion block has biases on all of its members or on none")
     if biases and biases[0] is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from megamuon.optim.optimizer import Item
+from megamuon.optim.optimizer import Item, check_master
 
 _AVERAGE, _SQUARE, _STEP = "exp_avg", "exp_avg_sq", "step"
 _MOMENTUM = "momentum_buffer"
@@ -87,6 +87,7 @@ class AdamW:
         self.config = config
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        check_master("of new state", parameter)
         return {
             _AVERAGE: torch.zeros_like(parameter, memory_format=torch.contiguous_format),
             _SQUARE: torch.zeros_like(parameter, memory_format=torch.contiguous_format),
@@ -142,6 +143,7 @@ class Sgd:
         self.state_names: tuple[str, ...] = (_MOMENTUM,) if config.momentum else ()
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        check_master("of new state", parameter)
         return {
             name: torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             for name in self.state_names

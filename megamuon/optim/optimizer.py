@@ -25,6 +25,20 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+# What masters, gradients and states may be: shorter ones lose updates that are small beside the
+# weight, and eigenvalue solvers have none.
+MASTER_DTYPES = (torch.float32, torch.float64)
+
+
+def check_master(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a parameter that no optimizer here trains in its dtype."""
+    if tensor.dtype not in MASTER_DTYPES:
+        raise ValueError(
+            f"item {name!r}: the parameter is {tensor.dtype}; optimizers train FP32 masters (or"
+            " FP64). Keep an FP32 master, as RuntimeConfig(compute_dtype=torch.bfloat16) does for a"
+            " model that computes in BF16"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Item:
@@ -52,6 +66,7 @@ class Item:
                 f"{self.parameter.dtype}, gradient is "
                 f"{tuple(self.gradient.shape)} {self.gradient.dtype}; both must be the same"
             )
+        check_master(self.name, self.parameter)
 
 
 @runtime_checkable
@@ -65,7 +80,7 @@ class OwnerOptimizer(Protocol):
 
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Fresh state for a parameter, on its device and of its dtype (``step`` counts are 0-d
-        FP32 on the CPU).
+        FP32 on the CPU). ValueError for a dtype that masters cannot have.
         """
         ...
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megamuon.optim.optimizer import Item, Whole
+from megamuon.optim.optimizer import Item, Whole, check_master
 
 _CHUNK_ELEMENTS = 1 << 27  # bounds the temporaries (inputs and directions) of one batch
 
@@ -54,7 +54,8 @@ class MatrixRule(ABC):
         """The shape of each state tensor of a whole matrix of this shape; () for counts."""
 
     def init_piece(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Fresh state beside a piece."""
+        """Fresh state beside a piece. ValueError for a dtype that masters cannot have."""
+        check_master("of new state", parameter)
         shapes = self.piece_shapes(tuple(parameter.shape))
         return _zeros(shapes, parameter.dtype, parameter.device)
 

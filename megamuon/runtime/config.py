@@ -14,12 +14,14 @@ import torch
 
 from megamuon.matrices import Kind, LogicalParameter
 from megamuon.optim import AdamWConfig, MuonConfig, NorMuonConfig, ShampooConfig, SoapConfig
+from megamuon.optim.optimizer import MASTER_DTYPES
 from megamuon.ownership.settings import PlannerSettings
 from megamuon.ownership.units import UNIT_THRESHOLD
 
 MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
 MATRICES = (*MATRIX_OPTIMIZERS, "adam", "sgd")
 FABRICS = ("auto", "host", "nccl")
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # What an operator of csrc/ can be made with, in bytes and in slots of a ring.
 ALIGNMENT = 256
 LARGEST_CHUNK = 1 << 20
@@ -106,6 +108,17 @@ class RuntimeConfig:
             raise ValueError(
                 f"gather_dtype={self.gather_dtype}: wider than the compute dtype"
                 f" {self.compute_dtype}, which would only be rounded on arrival"
+            )
+        for name in ("compute_dtype", "gather_dtype", "reduce_dtype"):
+            if (dtype := getattr(self, name)) not in (None, *COMPUTE_DTYPES):
+                raise ValueError(
+                    f"{name}={dtype}: choose torch.bfloat16 or torch.float32 (float64 for tests);"
+                    " FP16 would need loss scaling, which there is none of"
+                )
+        if self.master_dtype not in MASTER_DTYPES:
+            raise ValueError(
+                f"master_dtype={self.master_dtype}: masters are torch.float32 (float64 for tests);"
+                " compute_dtype=torch.bfloat16 is what makes a model compute in BF16"
             )
         wide = torch.float64 in (self.compute_dtype, self.master_dtype, self.reduce_dtype)
         dtypes = {self.compute_dtype, self.master_dtype, self.reduce_dtype}

@@ -21,6 +21,7 @@ from megamuon.kernels.linear import SLOT, GradientSlot, linear
 from megamuon.matrices import Kind, declared_kind
 from megamuon.runtime.engine import Engine, backward_running
 from megamuon.runtime.layer_group import LayerGroup, Use
+from megamuon.runtime.released import Guard
 
 
 def _gradient_tensors(value: Any) -> list[Tensor]:
@@ -147,12 +148,32 @@ def attach_guards(
     closed parameters take no hooks.
     """
     for group in groups:
-        group.protect({p.name: named[p.name] for p in group.parameters}, lambda: engine.version)
+        group.guard = Guard(
+            {p.name: named[p.name] for p in group.parameters},
+            # Weights that stayed gathered are read in peace, until an update makes them old.
+            readable=lambda group=group: (
+                group.weights.alive and group.gathering is None and group.version == engine.version
+            ),
+        )
+        group.weights.released = group.guard.close
 
-    def close(*_: Any) -> None:
-        if not backward_running():
-            for group in groups:
-                if group.guard is not None:
-                    group.guard.close()
+    def close(module: nn.Module, args: object, output: Any) -> None:
+        if backward_running():
+            return
+        for group in groups:
+            if group.guard is not None:
+                group.guard.close()
+        if torch.is_grad_enabled():
+            for tensor in _gradient_tensors(output):
+                tensor.register_hook(_refuse_double_backward)
 
     model.register_forward_hook(close)
+
+
+def _refuse_double_backward(gradient: Tensor) -> None:
+    """Autograd records in a backward pass only where create_graph asks it to."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward(create_graph=True): gradients of a sharded model are written to their slots"
+            " and reduced, not recorded; second derivatives need the model unsharded"
+        )

@@ -29,7 +29,7 @@ from megamuon.matrices import Layout, LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan, Segment
 from megamuon.runtime.buffers import BufferLayout, FlatBuffer, place
-from megamuon.runtime.released import Guard
+from megamuon.runtime.released import Guard, assign_data
 
 ROOT_GROUP = ""  # name of the group of loose parameters: outside every layer, and no sliced table
 
@@ -299,24 +299,6 @@ class LayerGroup:
             places = [packed[start : start + numel] for start, numel in self._spans]
         torch._foreach_copy_(places, self._sources)
 
-    def show(self, parameters: Mapping[str, nn.Parameter], copy: Tensor) -> None:
-        """Let the parameters be views of ``copy (numel,)``, the whole weights, until ``hide``."""
-        for parameter in self.parameters:
-            start = self.weights.layout.offsets[parameter.name]
-            shape = parameter.piece_shape(self.tp_rank)
-            view = copy[start : start + parameter.piece_numel(self.tp_rank)].view(shape)
-            _assign(parameters[parameter.name], view)
-        if self.guard is not None:
-            self.guard.hold()
-
-    def hide(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The parameters are views of the compute buffer again."""
-        for parameter in self.parameters:
-            shape = parameter.piece_shape(self.tp_rank)
-            _assign(parameters[parameter.name], self.weights.raw_view(parameter.name, shape))
-        if self.guard is not None:
-            self.guard.let_go()
-
     def wait_gathered(self) -> None:
         """Block until the weights are in place."""
         if self.gathering is not None:
@@ -330,18 +312,6 @@ class LayerGroup:
         self.entered = True
         if self.guard is not None:
             self.guard.open()
-
-    def protect(self, parameters: Mapping[str, nn.Parameter], version: Callable[[], int]) -> None:
-        """From now on close the parameters while nobody computes with them.  ``version``: how many
-        updates were applied; weights of that many may be read though they are closed.
-        """
-        self.guard = Guard(
-            parameters,
-            readable=lambda: (
-                self.weights.alive and self.gathering is None and self.version == version()
-            ),
-        )
-        self.weights.released = self.guard.close
 
     def release_weights(self) -> None:
         """Drop the gathered weights; a resident group keeps them until they are stale."""
@@ -411,7 +381,7 @@ class LayerGroup:
             # Assigning `.data` keeps the parameter and its version counter, which writes through
             # `raw` then never touch.
             shape = parameter.piece_shape(self.tp_rank)
-            _assign(parameters[parameter.name], self.weights.raw_view(parameter.name, shape))
+            assign_data(parameters[parameter.name], self.weights.raw_view(parameter.name, shape))
 
     def bind_gradients(self, memory: Tensor) -> None:
         """Move the gradient slots to ``memory (numel,)``."""
@@ -432,12 +402,6 @@ class LayerGroup:
         for segment, part in zip(held, memory.split(sizes) if held else (), strict=True):
             segment.window = part
         self.window_pooled = True
-
-
-def _assign(parameter: nn.Parameter, data: Tensor) -> None:
-    """Assign ``.data``, which closed parameters refuse to everybody else."""
-    with torch._C.DisableTorchFunctionSubclass():
-        parameter.data = data
 
 
 def _released(layout: BufferLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:

@@ -219,6 +219,12 @@ def _plain_value(parameter: nn.Parameter, name: str) -> Any:
         return getattr(parameter, name)
 
 
+def assign_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Assign ``.data``, which closed parameters refuse to everybody else."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.data = data
+
+
 _GUARD = "released_guard"  # attributes of a parameter
 _NAME = "canonical_name"
 

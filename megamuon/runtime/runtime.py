@@ -31,9 +31,11 @@ from megamuon.runtime.step import OwnerStep, StepResult
 from megamuon.runtime.weights import (
     LoadedParameters,
     Shown,
+    hide,
     keep_changes,
     load_parameters,
     names_under,
+    show,
     swapped,
 )
 
@@ -285,7 +287,7 @@ class Runtime:
             if wanted is None or any(id(named[p.name]) in wanted for p in group.parameters)
         ]
         for group in groups:
-            group.show(named, self._copy_of(group))
+            show(group, named, self._copy_of(group))
         try:
             shown = {p.name: named[p.name] for g in groups for p in g.parameters}
             watch = Shown(shown, self.plan.parameters, self.mesh, self.world)
@@ -293,7 +295,7 @@ class Runtime:
             changes = watch.changed(write=write)
         finally:
             for group in groups:
-                group.hide(named)
+                hide(group, named)
         if changes:
             narrow = self.config.sent_dtype
             for segment in (s for g in groups for s in g.local if s.parameter.name in changes):

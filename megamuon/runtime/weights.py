@@ -21,8 +21,9 @@ from megamuon.checkpoint.tensors import StoredTensor, listed
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
+from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.module_buffers import ModuleBuffers
-from megamuon.runtime.released import ReleasedWeightError
+from megamuon.runtime.released import ReleasedWeightError, assign_data
 from megamuon.runtime.replicas import agree_on_problem, check_replicas, digests
 
 
@@ -288,6 +289,27 @@ class Shown:
             if now[name][0] != self._before[name][0]:  # type: ignore[index]
                 raise ReleasedWeightError(f"{name} got another shape or dtype inside gathered()")
         return {name: self._tensors[name].detach() for name in names}
+
+
+def show(group: LayerGroup, parameters: Mapping[str, nn.Parameter], copy: Tensor) -> None:
+    """Let a group's parameters be views of ``copy (numel,)``, its whole weights, until ``hide``."""
+    for parameter in group.parameters:
+        start = group.weights.layout.offsets[parameter.name]
+        shape = parameter.piece_shape(group.tp_rank)
+        view = copy[start : start + parameter.piece_numel(group.tp_rank)].view(shape)
+        assign_data(parameters[parameter.name], view)
+    if group.guard is not None:
+        group.guard.hold()
+
+
+def hide(group: LayerGroup, parameters: Mapping[str, nn.Parameter]) -> None:
+    """The parameters are views of the compute buffer again."""
+    for parameter in group.parameters:
+        shape = parameter.piece_shape(group.tp_rank)
+        data = group.weights.raw_view(parameter.name, shape)
+        assign_data(parameters[parameter.name], data)
+    if group.guard is not None:
+        group.guard.let_go()
 
 
 def keep_changes(master: Tensor, shown: Tensor, sent: torch.dtype) -> None:

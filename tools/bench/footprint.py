@@ -42,7 +42,8 @@ def reachable_tensors(root: object) -> Iterator[Tensor]:
         seen.add(id(thing))
         if isinstance(thing, Tensor):
             yield thing.to_local() if isinstance(thing, DTensor) else thing
-            waiting.append(thing.grad if thing.is_leaf else None)
+            with torch._C.DisableTorchFunctionSubclass():  # closed weights refuse to be asked
+                waiting.append(thing.grad if thing.is_leaf else None)
             waiting.append(getattr(thing, "__dict__", None))
         elif isinstance(thing, nn.Module):
             waiting.extend([*thing.parameters(), *thing.buffers()])
@@ -62,7 +63,8 @@ def storage_bytes(tensors: Iterable[Tensor], outside: range = range(0)) -> int:
     """Bytes of the distinct storages behind ``tensors``; a released storage has none, and those
     that begin at an address in ``outside`` do not count.
     """
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    with torch._C.DisableTorchFunctionSubclass():
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(s.nbytes() for s in storages.values() if s.data_ptr() not in outside)
 
 
