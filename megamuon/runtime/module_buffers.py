@@ -164,6 +164,13 @@ class ModuleBuffers:
         return found
 
 
+def buffers_without_reset(model: nn.Module) -> Iterator[str]:
+    """Names of the buffers on the meta device that no method of their module would fill."""
+    for buffer in ModuleBuffers(model):
+        if buffer.tensor.is_meta and _reset_of(buffer.module) is None:
+            yield buffer.name
+
+
 def _reset_of(module: nn.Module) -> str | None:
     """The method that fills the module's buffers; one that would fill parameters too only where
     those wait to be filled by others.

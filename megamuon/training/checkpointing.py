@@ -267,8 +267,11 @@ class RunCheckpoints:
         weights = {p.name for p in runtime.plan.parameters}
         if left := sorted(weights.difference(loaded.filled)):
             raise TrainingError(f"{len(left)} of {len(weights)} weights not filled: {left[0]}, ...")
-        state, unused = len(loaded.filled) - len(weights), loaded.unused
+        state = sum(name.startswith(OPTIMIZER_PREFIX) for name in loaded.filled)
+        buffers, unused = len(loaded.filled) - len(weights) - state, loaded.unused
         text = f"  filled {len(weights)} of {len(weights)} weights and {state} optimizer tensors"
+        if buffers:
+            text += f", {buffers} buffers"
         if unused:
             text += f"; {len(unused)} tensors of the checkpoint are not used, e.g. {unused[0]}"
         if loaded.widened:

@@ -2,8 +2,8 @@
 
 Owns the order of these and who fills the weights.  Invariants: initial weights are made whole, by
 name, so that they do not depend on how the model lies on the ranks; a model on the meta device is
-never made for real in one place.  Tested by ``tests/training/test_sharded.py`` and
-``tests/distributed/test_pretrain_*.py``.
+never made for real in one place, but for buffers that only a constructor can compute. Tested by
+``tests/training/test_sharded.py`` and ``tests/distributed/test_pretrain_*.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import Runtime, shard
 from megamuon.runtime.fully_sharded import fully_shard_model
+from megamuon.runtime.module_buffers import buffers_without_reset
 from megamuon.sharding import apply_sharding, plan_sharding
 from megamuon.training.builders import runtime_config
 from megamuon.training.failures import TrainingError
@@ -33,10 +34,23 @@ def build_model(provider: ModelProvider, seed: int) -> nn.Module:
     with torch.device("meta"):
         model = provider(pre_process=True, post_process=True)
     if hasattr(model, "initialise_"):
+        if any(buffers_without_reset(model)):
+            _take_buffers(model, provider, seed)
         return model
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # the same weights on every rank
         return provider(pre_process=True, post_process=True)
+
+
+def _take_buffers(model: nn.Module, provider: ModelProvider, seed: int) -> None:
+    """Give ``model``, which is on the meta device, the buffers of one that is made for real: what
+    a constructor computes for a buffer is written nowhere else.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = provider(pre_process=True, post_process=True)
+    for path, module in made.named_modules():
+        model.get_submodule(path)._buffers.update(module._buffers)
 
 
 def _filler(model: nn.Module) -> Fill | None:
