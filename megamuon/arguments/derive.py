@@ -112,6 +112,13 @@ _OPTIMIZER_FLAGS = {
     "soap_": ("soap",),
 }
 _READY_FLAGS = ("fabric", "ring_slots", "chunk_kib", "publish_tile_kib", "collective_deadline")
+_OWNER_FLAGS = (
+    "owner_unit_threshold",
+    "merge_experts",
+    "owner_byte_cap",
+    "owner_layer_spreading",
+    "owner_column_balance",
+)
 
 
 def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
@@ -132,6 +139,9 @@ def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
     idle = [dest for dest in _READY_FLAGS if dest in facts.explicit]
     if idle and not ready:
         notes.append(f"--collectives {values['collectives']}: no effect of {_spelled(idle)}")
+    idle = [dest for dest in (*_OWNER_FLAGS, "publish") if dest in facts.explicit]
+    if idle and values["param_layout"] == "even":
+        notes.append(f"--param-layout even: no effect of {_spelled(idle)}, since nobody owns")
     rows = ("publish", "publish_tile_kib") if ready else ("publish",)
     idle = [dest for dest in rows if dest in facts.explicit]
     if idle and values["sharding"] != "hsdp":

@@ -4,10 +4,55 @@ from __future__ import annotations
 
 import pytest
 
+from megamuon.arguments.config import ConfigError
 from tests.support.command_lines import parse, problems
 
 MOE = "--num-experts 4 --swiglu --disable-bias-linear "
 TP = "--tensor-model-parallel-size "
+
+LINES = {"A": "--line A --optimizer adam", "B": "--line B", "C": "--line C", "D": "--line D"}
+# Flags that hold on some lines only, and the lines: on the others they are refused by name.
+HOLDS_ON = {
+    "--fabric host": "D",
+    "--ring-slots 4": "D",
+    "--chunk-kib 32": "D",
+    "--sharding hsdp --shard-size 2 --publish-tile-kib 64": "D",
+    "--collective-deadline 5": "D",
+    "--owner-unit-threshold 50": "CD",
+    f"{MOE}--merge-experts": "CD",
+    "--owner-byte-cap 2": "CD",
+    "--no-owner-layer-spreading": "CD",
+    "--no-owner-column-balance": "CD",
+    "--sharding hsdp --shard-size 2 --publish sync": "CD",
+    "--sharding hsdp --shard-size 2": "ABCD",
+    "--gather-in-bf16": "BCD",
+    "--zero-stage 1": "CD",
+    "--zero-stage 2": "ABCD",
+    "--grad-reduce-in-bf16 --gradient-reduction step": "ABCD",
+    "--bf16": "ABCD",
+    f"{TP}2 --sequence-parallel": "ABCD",
+    "--clip-grad 0": "ABCD",
+    "--log-num-zeros-in-grad": "ABCD",
+    "--apply-wd-to-qk-layernorm": "ABCD",
+    "--decoupled-lr 1e-3": "ABCD",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("flags", HOLDS_ON)
+def test_a_flag_has_its_effect_or_is_named(flags: str, line: str) -> None:
+    """Refused where another result would come out, noted in the start-up lines where none would."""
+    words = f"{LINES[line]} {flags}"
+    name = next(word for word in flags.split()[::-1] if word.startswith("--"))
+    if line in HOLDS_ON[flags]:
+        assert not any(f"effect of {name}" in note for note in parse(words, world_size=4).notes)
+        return
+    try:
+        said = parse(words, world_size=4).notes
+    except ConfigError as error:
+        said = error.problems
+    assert any(name in text for text in said), said
+
 
 # command line beyond the base, ranks, flags and values that the one problem must name
 CONTRADICTIONS = [
