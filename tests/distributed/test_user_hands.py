@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -242,6 +244,25 @@ def weights_in_hands(runtime: Runtime) -> dict[str, object]:
     return seen
 
 
+def printed_recipe() -> str:
+    """README's lines about weights in a user's hands."""
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    return next(t for t in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "swapped" in t)
+
+
+def recipe(runtime: Runtime) -> dict[str, object]:
+    """Runs it as printed."""
+    names: dict[str, object] = {
+        "torch": torch,
+        "runtime": runtime,
+        "model": runtime.model,
+        "state_dict": build(7).state_dict(),
+        "evaluate": lambda model: model(inputs(0, 0)).sum().item(),
+    }
+    exec(printed_recipe(), names)
+    return {"norms": len(names["norms"]), "loss": names["loss"]}  # type: ignore[arg-type]
+
+
 def work(rank: int, world: int, layouts: list) -> list[dict[str, object]]:
     results = []
     for line, stage, rows in layouts:
@@ -254,6 +275,7 @@ def work(rank: int, world: int, layouts: list) -> list[dict[str, object]]:
             refusals_of_fsdp2(runtime) if line == "A" else refusals(runtime, line, stage)
         )
         found |= weights_in_hands(runtime)
+        found["recipe"] = recipe(runtime)
         runtime.close()
         results.append(found)
     return results
@@ -282,6 +304,8 @@ def test_weights_in_a_users_hands(place: int, results: list) -> None:
         ):
             assert found[name] is True, (name, rank)
         assert found["vector"] == sum(p.numel() for p in build().parameters())
+        assert found["recipe"]["norms"] == len(list(build().parameters()))
+        assert found["recipe"]["loss"] == pytest.approx(build(7)(inputs(0, 0)).sum().item())
         assert "write=True" in found["lost False"] and "rank 1" in found["lost True"]
         assert "missing: head.weight" in found["missing"]
         assert "unexpected: tail" in found["unexpected"]
