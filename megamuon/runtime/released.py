@@ -270,9 +270,9 @@ class Guard:
         """Nobody computes with the weights."""
         if self.opened and not self._held:
             self.opened = False
-            self._check_version()
             for parameter in self.parameters:
                 parameter.__class__ = ReleasedParameter
+            self._check_version()
 
     def hold(self) -> None:
         """Open until ``let_go``, whatever passes do in between."""
