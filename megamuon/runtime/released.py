@@ -68,6 +68,7 @@ _QUESTIONS = _words(
     size dim ndimension numel nelement element_size stride storage_offset is_contiguous
     is_floating_point is_complex is_signed get_device is_same_size type __hash__ __len__ is_tensor
     is_conj is_neg has_names _is_zerotensor is_coalesced result_type
+    register_post_accumulate_grad_hook
     zeros_like ones_like empty_like full_like rand_like randn_like randint_like
     new_zeros new_ones new_empty new_full new_tensor new_empty_strided
     """
@@ -144,7 +145,7 @@ def _advice(
         return GRADIENT
     if name in ("requires_grad", "requires_grad_"):
         return TRAINABLE
-    if name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
+    if name in ("register_hook", "retain_grad"):
         return OPEN_HOOKS
     if name in _COPIES:
         return COPY
