@@ -290,7 +290,7 @@ def test_life_of_buffers(rules: list[dict]) -> None:
             # Norm gains and biases of norms are copied; all matrices are born in their slots.
             assert life[f"born, stage {stage}"] > 5 * life[f"copied, stage {stage}"] > 0
         assert "runtime.state()" in life["state_dict"]
-        assert "Runtime.state()" in life["state_dict of a layer"]
+        assert "runtime.state()" in life["state_dict of a layer"]
         assert life["frozen layer alive at the stem"] == [False]
         assert life["frozen window"] == 0
 
