@@ -22,21 +22,30 @@ if command -v flock >/dev/null; then
   flock 9 || true
 fi
 
-# Prints the torch version that $1 sees, if it is at least 2.11 (pre-releases such as 2.11.0a0+x count).
-usable_torch() {
+# The only question about torch's version: what pip knows, the metadata of the first torch on the path of $1 (nothing if
+# there is none). torch.__version__ may say it otherwise (a wheel 2.13.0 calls itself 2.13.0+cu130): never compare the two.
+torch_version() {
   "$1" - <<'PY'
-import importlib.metadata as metadata, re
+import importlib.metadata as metadata
 try:
-    version = metadata.version("torch")
+    print(metadata.version("torch") or "")
 except metadata.PackageNotFoundError:
-    version = None
-match = re.match(r"(\d+)\.(\d+)", version or "")
-if match and tuple(map(int, match.groups())) >= (2, 11):
-    print(version)
+    pass
 PY
 }
 
-identity() { "$1" -c 'import sys; print(sys.base_prefix, sys.version_info[:3])'; }
+# Prints the torch version that $1 sees, if it is at least 2.11 (pre-releases such as 2.11.0a0+x count).
+usable_torch() {
+  local version
+  version=$(torch_version "$1")
+  if [[ "$version" =~ ^([0-9]+)\.([0-9]+) ]] &&
+    ((10#${BASH_REMATCH[1]} > 2 || (10#${BASH_REMATCH[1]} == 2 && 10#${BASH_REMATCH[2]} >= 11))); then
+    echo "$version"
+  fi
+}
+
+# An environment may know its interpreter's folder by another link than the interpreter itself.
+identity() { "$1" -c 'import os, sys; print(os.path.realpath(sys.base_prefix), sys.version_info[:3])'; }
 
 # What a finished set-up depends on: the metadata, this script, and the folder (an editable install holds its path).
 fingerprint() { { cat setup.py pyproject.toml tools/setup_environment.sh; pwd; } | cksum; }
@@ -93,15 +102,32 @@ install() {
     say "installing ${torch_request:-$DEFAULT_TORCH}${TORCH_INDEX:+ from $TORCH_INDEX} (this takes a minute or more)"
     # An installed 2.13.0+cpu satisfies torch==2.13.0, so another build of one version needs the old one out first.
     "$VENV/bin/python" -m pip uninstall --quiet --yes torch 2>/dev/null
-    pip_install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${torch_request:-$DEFAULT_TORCH}"
+    pip_install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "${torch_request:-$DEFAULT_TORCH}" ||
+      fail "pip cannot install ${torch_request:-$DEFAULT_TORCH}: see above$(local_part_hint)"
     have=$(usable_torch "$VENV/bin/python")
     [[ -n "$have" ]] || fail "torch >= 2.11 is needed, and TORCH=$torch_request is not"
   fi
-  echo "torch==$have" >"$constraint"
+  # Without the local part (+cu130, +cpu, +git...): every build of this version satisfies it, the installed one at once.
+  echo "torch==${have%%+*}" >"$constraint"
   say "installing megamuon and its requirements"
   pip_install --no-build-isolation --constraint "$constraint" -e ".[test]"
-  "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.__version__ != sys.argv[1] and f"torch changed: {torch.__version__}")' "$have" ||
-    fail "torch $have does not import from $VENV: remove $VENV and run make setup again"
+  check_torch "$have"
+}
+
+# An index that knows a version without its local part never finds it with one.
+local_part_hint() {
+  [[ "$torch_request" != *+* ]] ||
+    echo "; ${torch_request%%+*} names any build, ${torch_request} only one that a wheel index (TORCH_INDEX=) lists so"
+}
+
+# That torch is the one it was ($1), and imports.
+check_torch() {
+  local now
+  now=$(torch_version "$VENV/bin/python")
+  [[ "$now" == "$1" ]] ||
+    fail "the requirements replaced torch $1 by torch ${now:-(none)}: remove $VENV and run make setup again"
+  "$VENV/bin/python" -c 'import torch' ||
+    fail "torch $1 does not import from $VENV: see above; remove $VENV and run make setup again"
 }
 
 # First with any interpreter and only the host library, so that a missing compiler is known before the downloads.
