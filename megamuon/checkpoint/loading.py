@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megamuon.checkpoint.manifest import (
     Manifest,
@@ -25,11 +24,9 @@ from megamuon.checkpoint.manifest import (
     read_manifest,
     share,
 )
-from megamuon.checkpoint.planner import PieceLoadPlanner
-from megamuon.checkpoint.ranks import CheckpointError, Ranks, members_of, through_torch
+from megamuon.checkpoint.ranks import CheckpointError, Ranks, members_of
 from megamuon.checkpoint.retention import restore_replaced
-from megamuon.checkpoint.storage import INDEX, PieceReader
-from megamuon.checkpoint.tensors import StoredTensor, TensorIndex, index_from_json
+from megamuon.checkpoint.tensors import INDEX, StoredTensor, TensorIndex, index_from_json
 from megamuon.checkpoint.tracker import Iteration, directory_name, find_checkpoint
 
 Documents = dict[str, Any]
@@ -86,22 +83,13 @@ def load(
     ``verify`` False skips the hashing; sizes are always compared. Raises CheckpointError on all
     ranks alike, before any tensor is touched for a bad manifest, file, index, name, shape or dtype.
     """
+    from megamuon.checkpoint.torch_store import read_pieces  # slow to import, see there
+
     members = members_of(ranks)
     path = Path(directory) / directory_name(iteration)
     manifest = _verified(path, members, None if verify else ())
     index = members.first("read index", lambda: _read_index(path, manifest))
-    planner = PieceLoadPlanner(wanted, index, source=str(path), strict=strict, ignore=ignore)
-    through_torch(
-        "load",
-        members,
-        lambda: dcp.load(
-            {},
-            storage_reader=PieceReader(path, index),
-            planner=planner,
-            process_group=members.group,
-            no_dist=members.group is None,
-        ),
-    )
+    planner = read_pieces(wanted, path, index, members, strict=strict, ignore=ignore)
     elements = members.each("check filled", planner.check_filled)[members.rank]
     documents, filled, unused = members.first(
         "read documents",

@@ -9,14 +9,12 @@ Tested by ``tests/distributed/test_checkpoint_ranks.py``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megamuon.mesh import backend_reason
 
@@ -113,23 +111,6 @@ def members_of(ranks: Ranks | None) -> Ranks:
             "for this rank alone"
         )
     return Ranks()
-
-
-def through_torch(step: str, ranks: Ranks, work: Callable[[], Value]) -> Value:
-    """Run a call of torch.distributed.checkpoint and say its failure in one line, the same on all
-    ranks.
-    """
-    try:
-        with warnings.catch_warnings():
-            # Torch warns whenever one process saves alone, which is what was asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            return work()
-    except CheckpointException as error:
-        rank = min(error.failures)
-        problem = one_line(error.failures[rank][0], rank)
-        raise CheckpointError(f"checkpoint step '{step}' failed: {problem}") from error
-    except RuntimeError as error:
-        raise ranks.lost(step, None, error) from error
 
 
 def one_line(error: BaseException, rank: int) -> str:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 from megamuon.checkpoint.files import FileRecord, encode_json, write_durably
 from megamuon.checkpoint.manifest import (
@@ -29,8 +28,7 @@ from megamuon.checkpoint.manifest import (
     Manifest,
     write_manifest,
 )
-from megamuon.checkpoint.planner import PieceSavePlanner
-from megamuon.checkpoint.ranks import CheckpointError, Ranks, members_of, one_line, through_torch
+from megamuon.checkpoint.ranks import CheckpointError, Ranks, members_of, one_line
 from megamuon.checkpoint.retention import (
     clean_stale,
     make_partial,
@@ -38,8 +36,7 @@ from megamuon.checkpoint.retention import (
     remove,
     retain,
 )
-from megamuon.checkpoint.storage import INDEX, PieceWriter
-from megamuon.checkpoint.tensors import StoredTensor
+from megamuon.checkpoint.tensors import INDEX, StoredTensor
 from megamuon.checkpoint.tracker import (
     Iteration,
     directory_name,
@@ -96,6 +93,7 @@ class _Job:
     ranks: Ranks
     retain_interval: int | None
     started: float
+    write_pieces: Callable[[Sequence[StoredTensor], Path, Ranks], list[FileRecord]]
 
 
 def save(
@@ -126,6 +124,9 @@ def save(
     started = time.monotonic()
 
     def prepare() -> _Job:
+        # Slow to import, see there. Here, and not in a thread that may outlive the main one.
+        from megamuon.checkpoint.torch_store import write_pieces
+
         directory_name(iteration)
         return _Job(
             directory=Path(directory),
@@ -136,6 +137,7 @@ def save(
             ranks=members,
             retain_interval=retain_interval,
             started=started,
+            write_pieces=write_pieces,
         )
 
     prepared = _outcome(prepare)
@@ -168,7 +170,7 @@ def _run_save(prepared: tuple[_Job | None, str | None], ranks: Ranks) -> SaveRep
     final = job.directory / directory_name(job.iteration)
     partial = ranks.first("make directory", lambda: _open_partial(job))
     try:
-        records = _write_pieces(job, partial)
+        records = job.write_pieces(job.pieces, partial, ranks)
         gathered = ranks.each("report files", lambda: (records, job.rank_documents))
         manifest = ranks.first("seal", lambda: _seal(job, partial, gathered))
         previous = ranks.first("publish", lambda: _publish(job, partial, final))
@@ -189,22 +191,6 @@ def _open_partial(job: _Job) -> Path:
     job.directory.mkdir(parents=True, exist_ok=True)
     clean_stale(job.directory)
     return make_partial(job.directory, job.iteration)
-
-
-def _write_pieces(job: _Job, partial: Path) -> list[FileRecord]:
-    writer = PieceWriter(partial, job.ranks.rank)
-    through_torch(
-        "write",
-        job.ranks,
-        lambda: dcp.save(
-            {},
-            storage_writer=writer,
-            planner=PieceSavePlanner(job.pieces),
-            process_group=job.ranks.group,
-            no_dist=job.ranks.group is None,
-        ),
-    )
-    return writer.records
 
 
 def _seal(

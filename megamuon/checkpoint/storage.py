@@ -37,13 +37,13 @@ from megamuon.checkpoint.files import FileRecord, write_durably
 from megamuon.checkpoint.ranks import CheckpointError
 from megamuon.checkpoint.tensors import (
     DTYPE_NAMES,
+    INDEX,
     Piece,
     TensorEntry,
     TensorIndex,
     index_to_text,
 )
 
-INDEX = "tensors.json"
 FILE_BYTES = (
     4 << 30
 )  # a rank's data is cut into files of about this size, so that many ranks can verify them

@@ -21,6 +21,8 @@ import torch
 from megamuon.checkpoint.boxes import Box, coverage, inside
 from megamuon.checkpoint.ranks import CheckpointError
 
+INDEX = "tensors.json"
+
 # Names of the safetensors format for the dtypes that may be stored.
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64",

@@ -19,7 +19,6 @@ from megamuon.mesh import Mesh, new_group
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import Runtime, shard
-from megamuon.runtime.fully_sharded import fully_shard_model
 from megamuon.runtime.module_buffers import buffers_without_reset
 from megamuon.sharding import apply_sharding, plan_sharding
 from megamuon.training.builders import runtime_config
@@ -102,6 +101,9 @@ def build_runtime(
     if mesh.tp > 1:
         placements, initial = _cut(model, provider, config, mesh)
     if config.ownership.collectives == "fsdp2":
+        # Late: torch's fully_shard takes as long to import as torch, and only line A uses it.
+        from megamuon.runtime.fully_sharded import fully_shard_model
+
         return fully_shard_model(  # type: ignore[return-value]  # it has the same methods
             model,
             layers=tuple(layers),

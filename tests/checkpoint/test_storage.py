@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megamuon.checkpoint.planner import PieceSavePlanner
-from megamuon.checkpoint.storage import INDEX, PieceWriter
+from megamuon.checkpoint.storage import PieceWriter
+from megamuon.checkpoint.tensors import INDEX
 from tests.support.pieces import stored, wholes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
