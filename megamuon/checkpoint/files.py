@@ -2,7 +2,8 @@
 
 Owns the rules of writing: every byte is on the device before anything refers to it, and a file
 that is replaced is at any instant either the old or the new one.  SHA-256 is taken while writing,
-so that a checkpoint is not read again to be sealed.  Tested by
+in a second thread, so that a checkpoint is neither read again to be sealed nor slower for its
+hash; what is hashed are the bytes that were handed over to be written.  Tested by
 ``tests/checkpoint/test_files.py``.
 """
 
@@ -11,13 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import secrets
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 CHUNK = 8 << 20  # bytes hashed and written at a time
+AHEAD = 4  # chunks that may be written before they are hashed: bounds the memory that they hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +33,63 @@ class FileRecord:
     sha256: str  # hex digest
 
 
-def write_durably(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecord:
-    """Write ``blocks`` to a new file, hash them, and return once they are on the device.  Raises
-    OSError.
+class _Hasher:
+    """SHA-256 of what is handed over, in a thread: hashing and writing let go of Python's lock.
+
+    A plain thread, not a pool's: an asynchronous save may run when the main thread has ended, and
+    pools take no more work then.
     """
-    digest, size = hashlib.sha256(), 0
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._parts: queue.Queue[memoryview | None] = queue.Queue(AHEAD)
+        self._problem: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint-hash", daemon=True)
+        self._thread.start()
+
+    def update(self, part: memoryview) -> None:
+        """Hash ``part`` soon; it must not change before ``close``."""
+        self._parts.put(part)
+
+    def close(self) -> None:
+        """End the thread when it has hashed everything.  Always to be called."""
+        self._parts.put(None)
+        self._thread.join()
+
+    def hexdigest(self) -> str:
+        """Of everything, after ``close``.  Raises what went wrong in the thread."""
+        if self._problem is not None:
+            raise self._problem
+        return self._digest.hexdigest()
+
+    def _run(self) -> None:
+        while (part := self._parts.get()) is not None:
+            try:
+                self._digest.update(part)
+            except BaseException as error:  # kept: who hands over must not wait for a dead thread
+                self._problem = error
+
+
+def write_durably(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecord:
+    """Write ``blocks`` to a new file, hash them, and return once they are on the device.  A block
+    must not change before the return.  Raises OSError.
+    """
+    size = 0
     with open(path, "xb", buffering=0) as file:
-        for block in blocks:
-            view = memoryview(block).cast("B")
-            for start in range(0, len(view), CHUNK):
-                part = view[start : start + CHUNK]
-                digest.update(part)
-                size += len(part)
-                while len(part):  # an unbuffered write may be short
-                    part = part[file.write(part) :]
-        os.fsync(file.fileno())
-    return FileRecord(name=path.name, size=size, sha256=digest.hexdigest())
+        hasher = _Hasher()
+        try:
+            for block in blocks:
+                view = memoryview(block).cast("B")
+                for start in range(0, len(view), CHUNK):
+                    part = view[start : start + CHUNK]
+                    hasher.update(part)
+                    size += len(part)
+                    while len(part):  # an unbuffered write may be short
+                        part = part[file.write(part) :]
+            os.fsync(file.fileno())  # the last chunks are hashed meanwhile
+        finally:
+            hasher.close()
+    return FileRecord(name=path.name, size=size, sha256=hasher.hexdigest())
 
 
 def hash_file(path: Path) -> str:

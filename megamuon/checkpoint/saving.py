@@ -170,7 +170,7 @@ def _run_save(prepared: tuple[_Job | None, str | None], ranks: Ranks) -> SaveRep
     final = job.directory / directory_name(job.iteration)
     partial = ranks.first("make directory", lambda: _open_partial(job))
     try:
-        records = job.write_pieces(job.pieces, partial, ranks)
+        records = _write_pieces(job, partial)
         gathered = ranks.each("report files", lambda: (records, job.rank_documents))
         manifest = ranks.first("seal", lambda: _seal(job, partial, gathered))
         previous = ranks.first("publish", lambda: _publish(job, partial, final))
@@ -191,6 +191,10 @@ def _open_partial(job: _Job) -> Path:
     job.directory.mkdir(parents=True, exist_ok=True)
     clean_stale(job.directory)
     return make_partial(job.directory, job.iteration)
+
+
+def _write_pieces(job: _Job, partial: Path) -> list[FileRecord]:
+    return job.write_pieces(job.pieces, partial, job.ranks)
 
 
 def _seal(

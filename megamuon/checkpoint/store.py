@@ -28,6 +28,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, ranks: Ranks | None = None) -> None:
+        # Now, and not hours later under the first save, when the environment may have changed.
+        import megamuon.checkpoint.torch_store  # noqa: F401
+
         self.directory = Path(directory)
         self.ranks = members_of(ranks)
         self._pending: SaveHandle | None = None
