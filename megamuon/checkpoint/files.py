@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CHUNK = 8 << 20  # bytes hashed and written at a time
-AHEAD = 4  # chunks that may be written before they are hashed: bounds the memory that they hold
+CHUNK = 1 << 20  # bytes hashed and written at a time: larger writes cost the kernel more a byte
+AHEAD = 32  # chunks that may be written before they are hashed: bounds the memory that they hold
 
 
 @dataclass(frozen=True, kw_only=True)
