@@ -98,6 +98,12 @@ if __name__ == "__main__":
         license_expression="Apache-2.0",
         license_files=["LICENSE"],
         python_requires=">=3.11",
+        # The Pythons on which the whole set-up, training and tests have been tried.
+        classifiers=[
+            "Programming Language :: Python :: 3.11",
+            "Programming Language :: Python :: 3.12",
+            "Programming Language :: Python :: 3.13",
+        ],
         packages=find_packages(include=["megamuon", "megamuon.*"]),
         package_data={"megamuon": ["**/*.json"]},
         ext_modules=[Extension("megamuon._native", sources=[])],

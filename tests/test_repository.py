@@ -135,6 +135,34 @@ def test_licence_is_apache_2() -> None:
     assert 'license_expression="Apache-2.0"' in read("setup.py")
 
 
+def versions_in(pattern: str, *names: str) -> set[str]:
+    """What the group of ``pattern`` holds, wherever it occurs in these files."""
+    found = [re.findall(pattern, read(name)) for name in names]
+    assert all(found), (pattern, names)
+    return {version for of_file in found for version in of_file}
+
+
+def test_a_version_that_several_files_name_is_one_version() -> None:
+    script = "tools/setup_environment.sh"
+    assert versions_in(
+        r"(?:Python|python_requires=\") ?(?:>=|≥) ?(3\.\d+)", "README.md", "setup.py", script
+    ) == {"3.11"}
+    assert versions_in(r"sys\.version_info < \((\d+, \d+)\)", script) == {"3, 11"}
+    assert versions_in(r'target-version = "(py\d+)"', "pyproject.toml") == {"py311"}
+    shown = ("README.md", "Makefile", "tools/README.md", script)
+    assert versions_in(r"torch==(\d+\.\d+\.\d+)", *shown) == {"2.13.0"}
+    assert versions_in(r"torch (?:>=|≥) (\d+\.\d+)", "README.md", "tools/README.md", script) == {
+        "2.11"
+    }
+
+
+def test_the_readme_claims_the_pythons_of_the_classifiers() -> None:
+    claimed = re.search(r"Tried are Python ([^;]*?), each", read("README.md"))
+    assert claimed is not None
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', read("setup.py"))
+    assert re.findall(r"3\.\d+", claimed[1]) == classified
+
+
 def test_torch_is_in_no_requirement() -> None:
     assert re.search(r'^requires = \["setuptools>=77"\]$', read("pyproject.toml"), re.MULTILINE)
     everything = {name for names in requirements().values() for name in names}
