@@ -122,7 +122,7 @@ class SetUp:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=60,
+            timeout=300,  # a real pip on a busy machine
         )
         return done.returncode, done.stdout, self.notes.read_text().splitlines()
 
