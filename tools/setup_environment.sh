@@ -116,7 +116,7 @@ install() {
 
 # An index that knows a version without its local part never finds it with one.
 local_part_hint() {
-  [[ "$torch_request" != *+* ]] ||
+  [[ ! "$torch_request" =~ ^torch\ *==[^/]*\+ ]] ||
     echo "; ${torch_request%%+*} names any build, ${torch_request} only one that a wheel index (TORCH_INDEX=) lists so"
 }
 

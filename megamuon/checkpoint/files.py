@@ -72,7 +72,7 @@ class _Hasher:
 
 def write_durably(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write ``blocks`` to a new file, hash them, and return once they are on the device.  A block
-    must not change before the return.  Raises OSError.
+    must not change before the return.  Raises OSError, and RuntimeError where no thread starts.
     """
     size = 0
     with open(path, "xb", buffering=0) as file:
