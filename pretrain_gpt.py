@@ -23,6 +23,7 @@ from megamuon.models import GPT
 from megamuon.models.gpt import kept_tokens
 from megamuon.training import (
     build_datasets,
+    data_identities,
     model_config,
     parse_command_line,
     pretrain,
@@ -79,11 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     def datasets_provider(samples: Sequence[int]) -> tuple[Any, Any, Any]:
         return build_datasets(config, tokenizer(), samples)
 
+    def identity_provider(samples: Sequence[int]) -> dict[str, Any]:
+        return data_identities(config, tokenizer(), samples)
+
     def at_end(model: nn.Module) -> str | None:
         return sample_text(config, tokenizer(), model)
 
     step = partial(forward_step, reset_positions=config.data.reset_position_ids)
-    return pretrain(datasets_provider, model_provider, step, parsed=parsed, at_end=at_end)
+    return pretrain(
+        datasets_provider,
+        model_provider,
+        step,
+        parsed=parsed,
+        identity_provider=identity_provider,
+        at_end=at_end,
+    )
 
 
 if __name__ == "__main__":

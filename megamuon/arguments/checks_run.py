@@ -8,10 +8,12 @@ problems. Tested by ``tests/arguments/test_validate.py``.
 
 from __future__ import annotations
 
+import difflib
 import re
 
-from megamuon.arguments.config import Config
+from megamuon.arguments.config import Config, specs_by_dest
 from megamuon.arguments.facts import Facts
+from megamuon.arguments.resume import overridable
 
 
 def check_recompute(config: Config, facts: Facts) -> list[str]:
@@ -66,6 +68,7 @@ def check_saving(config: Config, facts: Facts) -> list[str]:
             "--no-save-rng": checkpoint.no_save_rng,
             "--async-save": checkpoint.async_save,
             "--log-progress": checkpoint.log_progress,
+            "--reuse-save-directory": checkpoint.reuse_save_directory,
         }
         problems += [
             f"{flag}: has no effect without --save; add it"
@@ -99,11 +102,33 @@ def check_loading(config: Config, facts: Facts) -> list[str]:
                 for flag, value in needing.items()
                 if value
             ]
+    problems += _check_overrides(config)
     if checkpoint.finetune and config.schedule.use_checkpoint_opt_param_scheduler:
         problems.append(
             "--use-checkpoint-opt_param-scheduler: --finetune starts a new schedule; drop one of "
             "the two"
         )
+    return problems
+
+
+def _check_overrides(config: Config) -> list[str]:
+    """--override-checkpoint-args names flags that a resume compares."""
+    names = config.checkpoint.override_checkpoint_args
+    if names is None:
+        return []
+    said = f"--override-checkpoint-args {' '.join(names)}"
+    if config.checkpoint.load is None:
+        return [f"{said}: has no effect without --load; add it"]
+    if config.checkpoint.finetune:
+        return [f"{said}: --finetune takes weights alone and compares no flags; drop one of them"]
+    problems = []
+    for name in names:
+        if name in overridable():
+            continue
+        reason = "is no flag" if name not in specs_by_dest() else "may change without it"
+        near = difflib.get_close_matches(name.replace("-", "_").strip("_"), overridable(), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        problems.append(f"--override-checkpoint-args {name}: {reason}{hint}")
     return problems
 
 
@@ -224,7 +249,9 @@ def check_profiling(config: Config, facts: Facts) -> list[str]:
 
 
 def check_exit(config: Config, facts: Facts) -> list[str]:
-    """A signal needs somebody who listens."""
+    """A signal needs somebody who listens, and a bound something that it bounds."""
+    if "max_failed_saves" in facts.explicit and config.fault.save_failure != "warn":
+        return [f"--max-failed-saves {config.fault.max_failed_saves}: needs --save-failure warn"]
     if "exit_signal" in facts.explicit and not config.fault.exit_signal_handler:
         return [f"--exit-signal {config.fault.exit_signal}: needs --exit-signal-handler"]
     return []

@@ -17,6 +17,11 @@ class CheckpointFlags:
     """Saving and loading."""
 
     save: str | None = flag(None, "directory to save checkpoints in")
+    reuse_save_directory: bool = flag(
+        False,
+        "save where checkpoints of another run lie: those of the same iteration are replaced, the "
+        "others stay, and the newest is from then on this run's",
+    )
     load: str | None = flag(
         None, "directory to load a checkpoint from; random weights if it has none"
     )
@@ -29,7 +34,8 @@ class CheckpointFlags:
     )
     save_retain_interval: int | None = flag(
         None,
-        "keep the newest checkpoint and the multiples of this; a multiple of --save-interval",
+        "keep the multiples of this, the newest checkpoint, and the newest from which a step was "
+        "made; a multiple of --save-interval",
         low=1,
     )
     ckpt_step: int | None = flag(None, "load this iteration instead of the newest", low=0)
@@ -43,6 +49,11 @@ class CheckpointFlags:
     )
     use_checkpoint_args: bool = flag(
         False, "model and tokenizer flags from the checkpoint; explicit flags win"
+    )
+    override_checkpoint_args: tuple[str, ...] | None = flag(
+        None,
+        "on resume, names of flags (such as seed clip_grad) whose value may differ from the "
+        "checkpoint's; the command line's is taken",
     )
     async_save: bool = flag(
         False, "write checkpoints while training goes on; needs no further flag"

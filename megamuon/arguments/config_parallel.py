@@ -182,7 +182,7 @@ class FaultFlags:
     """Signals, failed saves and known bad steps."""
 
     exit_signal_handler: bool = flag(
-        False, "on the signal: save and exit at the next step boundary"
+        False, "on the signal: drop the step under way at its next micro-batch, save and exit"
     )
     exit_signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP"] = flag(
         "SIGTERM", "signal that --exit-signal-handler listens to"
@@ -190,6 +190,15 @@ class FaultFlags:
     iterations_to_skip: tuple[int, ...] = flag(
         (), "steps (counted from 1) whose data is consumed without training on it", low=1
     )
+    max_skipped_iterations: int = flag(
+        20,
+        "the run ends after so many skipped steps in a row (loss or gradient not finite)",
+        low=1,
+    )
     save_failure: Literal["fatal", "warn"] = flag(
-        "fatal", "a failed save ends the run, or is reported and the run goes on"
+        "fatal",
+        "a failed save ends the run, or is reported and the run goes on; the last one must succeed",
+    )
+    max_failed_saves: int = flag(
+        3, "with --save-failure warn, the run ends after so many failed saves in a row", low=1
     )

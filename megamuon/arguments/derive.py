@@ -101,7 +101,7 @@ def derive(values: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Any], lis
 # Dests that begin so belong to these optimizers; costs of Newton-Schulz stand for any of the first
 # four where owners are chosen.
 _MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
-_OPTIMIZER_FLAGS = {
+OPTIMIZER_FLAGS = {
     "muon_": ("muon", "normuon"),
     "ns_form": ("muon", "normuon"),
     "ns_dtype": ("muon", "normuon"),
@@ -127,7 +127,7 @@ def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
     idle = sorted(
         dest
         for dest in facts.explicit
-        for start, optimizers in _OPTIMIZER_FLAGS.items()
+        for start, optimizers in OPTIMIZER_FLAGS.items()
         if dest.startswith(start) and values["optimizer"] not in optimizers
     )
     if idle:

@@ -111,6 +111,20 @@ def sync_directory(path: Path) -> None:
         os.close(handle)
 
 
+def make_directory(path: Path) -> None:
+    """Make ``path`` and what is missing above it, durably: a new folder's name lives in the folder
+    above, and files inside are lost with it.  Raises OSError.
+    """
+    missing = []
+    folder = Path(os.path.abspath(path))
+    while not folder.is_dir() and folder != folder.parent:
+        missing.append(folder)
+        folder = folder.parent
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_directory(folder.parent)
+
+
 def replace_text(path: Path, text: str) -> None:
     """Replace a small file atomically: a reader, or a restart after a crash, sees the old or the
     new text.

@@ -32,6 +32,7 @@ class Manifest:
     world_size: int  # ranks that saved
     documents: tuple[str, ...]  # names without ".json"
     files: Mapping[str, FileRecord]
+    run: str | None = None  # which run saved; None: it did not say
 
     @property
     def size(self) -> int:
@@ -45,6 +46,8 @@ def write_manifest(
     world_size: int,
     documents: Sequence[str],
     records: Sequence[FileRecord],
+    *,
+    run: str | None = None,
 ) -> Manifest:
     """Seal ``directory``; all its files are on the device already.  Raises OSError."""
     body: dict[str, Any] = {
@@ -52,6 +55,7 @@ def write_manifest(
         "version": VERSION,
         "iteration": iteration,
         "world_size": world_size,
+        **({} if run is None else {"run": run}),
         "documents": list(documents),
         "files": {
             record.name: {"size": record.size, "sha256": record.sha256}
@@ -119,6 +123,14 @@ def check_present(directory: Path, manifest: Manifest) -> None:
             )
 
 
+def run_of(directory: Path) -> str | None:
+    """Which run saved the checkpoint in ``directory``; None where that cannot be told."""
+    try:
+        return read_manifest(directory).run
+    except CheckpointError:
+        return None
+
+
 def share(manifest: Manifest, rank: int, size: int) -> list[str]:
     """The files that one of ``size`` ranks hashes: every file once over all ranks, loads within
     one file of even.
@@ -166,6 +178,7 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         world_size=int(body["world_size"]),
         documents=documents,
         files=files,
+        run=None if body.get("run") is None else str(body["run"]),
     )
 
 

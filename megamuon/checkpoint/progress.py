@@ -11,6 +11,8 @@ import os
 from datetime import datetime
 from pathlib import Path
 
+from megamuon.checkpoint.files import make_directory
+
 PROGRESS = "progress.txt"
 
 
@@ -26,7 +28,7 @@ def append_progress(
         raise ValueError(f"progress text must be one line, got {text!r}")
     stamp = (when or datetime.now()).strftime("%Y-%m-%d %H:%M:%S")
     line = f"{stamp}\tJob ID: {job}\t# GPUs: {world_size}\t{text}\n".encode()
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     handle = os.open(directory / PROGRESS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         os.write(handle, line)  # one write in append mode: lines of two jobs never mix

@@ -15,9 +15,11 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from megamuon.checkpoint.files import sync_directory
+from megamuon.checkpoint.manifest import run_of
 from megamuon.checkpoint.tracker import RELEASE, Iteration, directory_name
 
 _WORK = re.compile(r"(iter_\d{7,}|release)\.(partial|replaced|deleted)-[0-9a-f]+")
@@ -71,28 +73,29 @@ def clean_stale(directory: Path) -> None:
 
 
 def retain(
-    directory: Path, previous: Iteration | None, current: Iteration, interval: int | None
+    directory: Path,
+    retired: Iterable[Iteration],
+    current: Iteration,
+    interval: int | None,
+    run: str | None = None,
 ) -> None:
-    """Delete the previous checkpoint unless its iteration is a multiple of ``interval`` or it is
-    a symbolic link.
+    """Delete the ``retired`` checkpoints, but those whose iteration is a multiple of ``interval``,
+    symbolic links, and what another run than ``run`` has saved.
 
-    Megatron-LM's --save-retain-interval; ``interval`` None keeps everything.  ``previous`` is
-    what the tracker named before this save; ``release`` and the checkpoint just written always
-    stay.
+    Megatron-LM's --save-retain-interval; ``interval`` None keeps everything.  ``release`` and the
+    checkpoint just written (``current``) always stay.
     """
-    if interval is None or previous is None or previous in (RELEASE, current):
-        return
-    if previous % interval == 0:
-        return
-    path = directory / directory_name(previous)
-    if path.is_symlink() or not path.is_dir():
-        return
-    doomed = _beside(
-        path, "deleted"
-    )  # renamed first: a half-deleted iter_N must not look like a checkpoint
-    os.rename(path, doomed)
-    sync_directory(directory)
-    remove(doomed)
+    for iteration in retired:
+        if interval is None or iteration in (RELEASE, current) or iteration % interval == 0:
+            continue
+        path = directory / directory_name(iteration)
+        if path.is_symlink() or not path.is_dir() or run_of(path) != run:
+            continue
+        # Renamed first: a half-deleted iter_N must not look like a checkpoint.
+        doomed = _beside(path, "deleted")
+        os.rename(path, doomed)
+        sync_directory(directory)
+        remove(doomed)
 
 
 def remove(path: Path) -> None:

@@ -22,7 +22,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megamuon.checkpoint.files import FileRecord, encode_json, write_durably
+from megamuon.checkpoint.files import (
+    FileRecord,
+    encode_json,
+    make_directory,
+    write_durably,
+)
 from megamuon.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -40,7 +45,6 @@ from megamuon.checkpoint.tensors import INDEX, StoredTensor
 from megamuon.checkpoint.tracker import (
     Iteration,
     directory_name,
-    read_tracker,
     write_tracker,
 )
 
@@ -58,6 +62,7 @@ class SaveReport:
     iteration: Iteration
     size: int  # bytes of all files of all ranks
     seconds: float  # from the call to the tracker; in the background for an asynchronous save
+    not_deleted: str | None = None  # why a retired checkpoint is still there
 
 
 class SaveHandle:
@@ -92,6 +97,8 @@ class _Job:
     rank_documents: Mapping[str, str]
     ranks: Ranks
     retain_interval: int | None
+    retired: tuple[Iteration, ...]
+    run: str | None
     started: float
     write_pieces: Callable[[Sequence[StoredTensor], Path, Ranks], list[FileRecord]]
 
@@ -106,6 +113,8 @@ def save(
     ranks: Ranks | None = None,
     asynchronous: bool = False,
     retain_interval: int | None = None,
+    retired: Sequence[Iteration] = (),
+    run: str | None = None,
 ) -> SaveHandle:
     """Save the pieces that all ranks list as ``directory/iter_<iteration>`` and make it the
     latest.  Collective.
@@ -113,7 +122,9 @@ def save(
     ``documents``: JSON values; those of rank 0 are written, one file each.  ``rank_documents``:
     one value per rank, written as the list by rank (random states).  ``ranks``: None for a
     process alone.  ``asynchronous``: the tensors are copied to host memory now, a thread does the
-    rest; wait for the handle before the next save to this directory.
+    rest; wait for the handle before the next save to this directory.  ``run``: which run this is,
+    kept in the manifest.  ``retired``: earlier checkpoints of it that are deleted once this one is
+    complete, with a ``retain_interval``; see ``retention.retain``.
 
     Raises CheckpointError (from here, or from ``wait`` when asynchronous) on all ranks alike:
     pieces that do not cover their tensors exactly once, a document that is not JSON, a file that
@@ -136,6 +147,8 @@ def save(
             rank_documents=_encoded_by_rank(rank_documents or {}, documents),
             ranks=members,
             retain_interval=retain_interval,
+            retired=tuple(retired),
+            run=run,
             started=started,
             write_pieces=write_pieces,
         )
@@ -173,22 +186,25 @@ def _run_save(prepared: tuple[_Job | None, str | None], ranks: Ranks) -> SaveRep
         records = _write_pieces(job, partial)
         gathered = ranks.each("report files", lambda: (records, job.rank_documents))
         manifest = ranks.first("seal", lambda: _seal(job, partial, gathered))
-        previous = ranks.first("publish", lambda: _publish(job, partial, final))
+        ranks.first("publish", lambda: publish(partial, final))
     except CheckpointError:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):  # the cause matters more, and the next save cleans
                 remove(partial)
         raise
     ranks.first("tracker", lambda: write_tracker(job.directory, job.iteration))
-    ranks.first(
-        "retain", lambda: retain(job.directory, previous, job.iteration, job.retain_interval)
+    kept = ranks.first("retain", lambda: _retire(job))
+    return SaveReport(
+        directory=final,
+        iteration=job.iteration,
+        size=manifest.size,
+        seconds=time.monotonic() - job.started,
+        not_deleted=kept,
     )
-    seconds = time.monotonic() - job.started
-    return SaveReport(directory=final, iteration=job.iteration, size=manifest.size, seconds=seconds)
 
 
 def _open_partial(job: _Job) -> Path:
-    job.directory.mkdir(parents=True, exist_ok=True)
+    make_directory(job.directory)
     clean_stale(job.directory)
     return make_partial(job.directory, job.iteration)
 
@@ -208,19 +224,18 @@ def _seal(
     records = [record for of_rank, _ in gathered for record in of_rank]
     for name, text in documents.items():
         records.append(write_durably(partial / f"{name}.json", [text]))
-    return write_manifest(partial, job.iteration, job.ranks.size, sorted(documents), records)
+    return write_manifest(
+        partial, job.iteration, job.ranks.size, sorted(documents), records, run=job.run
+    )
 
 
-def _publish(job: _Job, partial: Path, final: Path) -> Iteration | None:
-    """Rename the sealed directory (rank 0); returns what the tracker named before, None where it
-    is unreadable.
-    """
+def _retire(job: _Job) -> str | None:
+    """Delete what is retired; why that failed, which makes the new checkpoint no worse."""
     try:
-        previous = read_tracker(job.directory)
-    except CheckpointError:
-        previous = None  # it is about to be replaced by a good one
-    publish(partial, final)
-    return previous
+        retain(job.directory, job.retired, job.iteration, job.retain_interval, job.run)
+    except OSError as error:
+        return str(error)
+    return None
 
 
 def _staged(piece: StoredTensor) -> StoredTensor:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megamuon.data.blend import blend_indices, check_draws, exhaustive_indices
+from megamuon.data.continued import ContinuedDataset
 from megamuon.data.gpt_dataset import GPTDataset, Item
 from megamuon.data.index_cache import Arrays, CacheEntry, IndexCache, hash_arrays
 
@@ -30,7 +31,7 @@ class BlendedDataset(Dataset[Item]):
 
     def __init__(
         self,
-        parts: Sequence[GPTDataset],
+        parts: Sequence[GPTDataset | ContinuedDataset],
         weights: Sequence[float],
         size: int | None,
         *,

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from megamuon.data.blend import Blend, parse_blend, part_sizes, without_zeros
 from megamuon.data.blended_dataset import BlendedDataset
+from megamuon.data.continued import ContinuedDataset, all_counts, continued
 from megamuon.data.gpt_dataset import (
     GPTDataset,
     Item,
@@ -35,7 +36,7 @@ from megamuon.data.splits import SPLITS, Bounds, normalize, split_bounds
 
 DEFAULT_SPLIT = "969, 30, 1"
 MOCK_SPLIT = "1,1,1"
-AnyDataset = GPTDataset | BlendedDataset
+AnyDataset = GPTDataset | ContinuedDataset | BlendedDataset
 Three = tuple[AnyDataset | None, AnyDataset | None, AnyDataset | None]
 
 
@@ -43,7 +44,8 @@ Three = tuple[AnyDataset | None, AnyDataset | None, AnyDataset | None]
 class DataSpec:
     """What the data flags say.
 
-    ``samples`` are train, valid, test; None means one epoch, 0 no dataset. ``eod``, ``vocab_size``
+    ``samples`` are train, valid, test; None means one epoch, 0 no dataset, and a ``SampleCount``
+    a dataset that grew. ``eod``, ``vocab_size``
     and ``pad`` come from the tokenizer (``pad`` through ``tokenizer.pad_id``); ``vocab_size``
     bounds the token ids.
     """
@@ -177,7 +179,7 @@ def _mock(spec: DataSpec) -> Three:
     built = [
         None
         if spec.samples[i] == 0
-        else _dataset(spec, i, mock, bounds[i], spec.samples[i], None, None)
+        else _dataset(spec, i, mock, bounds[i], all_counts(spec.samples[i]), None, None)
         for i in range(len(SPLITS))
     ]
     return built[0], built[1], built[2]
@@ -211,7 +213,8 @@ def _split(
     if bounds[0] is None:  # the split has no share: the same for every file
         return None
     if weights is None:
-        wanted: list[int | None] = [size if len(prefixes) == 1 else None] * len(prefixes)
+        one = all_counts(size) if len(prefixes) == 1 else (None,)
+        wanted: list[tuple[int | None, ...]] = [one] * len(prefixes)
         shares: list[float] = []
     elif size is None:
         raise ValueError(
@@ -220,9 +223,11 @@ def _split(
         )
     else:
         shares = normalize(weights, "blend")
-        wanted = [*part_sizes(shares, size, spec.mid_level_dataset_surplus)]
+        surplus = spec.mid_level_dataset_surplus
+        grown = [part_sizes(shares, count or 0, surplus) for count in all_counts(size)]
+        wanted = list(zip(*grown, strict=True))
 
-    def build(part: int) -> GPTDataset:
+    def build(part: int) -> GPTDataset | ContinuedDataset:
         prefix = prefixes[part]
         directory = _cache_directory(spec, prefix)
         return _dataset(spec, index, files[prefix], bounds[part], wanted[part], cache, directory)
@@ -240,7 +245,9 @@ def _split(
     return BlendedDataset(parts, shares, total, places=places, cache=cache, directory=directory)
 
 
-def _map(build: Callable[[int], GPTDataset], count: int, threads: int) -> list[GPTDataset]:
+def _map(
+    build: Callable[[int], GPTDataset | ContinuedDataset], count: int, threads: int
+) -> list[GPTDataset | ContinuedDataset]:
     if threads <= 1 or count == 1:
         return [build(part) for part in range(count)]
     with ThreadPoolExecutor(max_workers=threads) as pool:
@@ -258,21 +265,25 @@ def _dataset(
     index: int,
     sequences: Sequences,
     bounds: Bounds | None,
-    samples: int | None,
+    counts: Sequence[int | None],
     cache: IndexCache | None,
     directory: Path | None,
-) -> GPTDataset:
-    sample_spec = SampleSpec(
-        sequence_length=spec.sequence_length,
-        samples=samples,
-        seed=spec.seed,
-        split=SPLITS[index],
-        bounds=bounds or (0, 0),
-        extra_token=spec.extra_token,
-        drop_partial=SPLITS[index] != "valid" or spec.drop_last_partial_validation_sequence,
-        shuffle=spec.shuffle,
-    )
-    return GPTDataset(sequences, sample_spec, spec.item_options(), cache=cache, directory=directory)
+) -> GPTDataset | ContinuedDataset:
+    def build(samples: int | None, seed: int) -> GPTDataset:
+        sample_spec = SampleSpec(
+            sequence_length=spec.sequence_length,
+            samples=samples,
+            seed=seed,
+            split=SPLITS[index],
+            bounds=bounds or (0, 0),
+            extra_token=spec.extra_token,
+            drop_partial=SPLITS[index] != "valid" or spec.drop_last_partial_validation_sequence,
+            shuffle=spec.shuffle,
+        )
+        items = spec.item_options()
+        return GPTDataset(sequences, sample_spec, items, cache=cache, directory=directory)
+
+    return continued(counts, spec.seed, build)
 
 
 def _digests(dataset: AnyDataset | None) -> list[tuple[str, str]]:

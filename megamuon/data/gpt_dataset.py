@@ -40,8 +40,6 @@ class Sequences(Protocol):
 
     def fingerprint(self) -> dict[str, Any]: ...
 
-    def identity(self) -> str: ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class ItemOptions:
@@ -298,7 +296,3 @@ class MockSequences:
     def fingerprint(self) -> dict[str, Any]:
         """What the sample indices depend on."""
         return {"mock": True, "sequences": self.SEQUENCES, "longest": self.LONGEST}
-
-    def identity(self) -> str:
-        """What tells this corpus from others."""
-        return f"mock {self.SEQUENCES} {self.LONGEST} {self.vocab_size} {self.eod}"

@@ -50,7 +50,6 @@ __all__ = [
 ]
 
 _COPY_BYTES = 1 << 24
-_PIECES, _PIECE_BYTES = 64, 1 << 12  # of the items, for the identity
 
 
 class IndexedDatasetBuilder:
@@ -253,7 +252,6 @@ class IndexedDataset:
                 )
         self._descriptor = -1
         self._fingerprint: dict[str, Any] | None = None
-        self._identity: str | None = None
         self._open(check)
 
     @property
@@ -362,20 +360,6 @@ class IndexedDataset:
             "lengths_sha256": digest.hexdigest(),
         }
         return self._fingerprint
-
-    def identity(self) -> str:
-        """What tells this corpus from others, whatever its name: the fingerprint, and a hash of
-        pieces of the items all over the file.
-        """
-        if self._identity is None:
-            digest = hashlib.sha256(repr(sorted(self.fingerprint().items())).encode())
-            last = max(0, self._bin_size - _PIECE_BYTES)
-            with self._bin.open("rb") as file:
-                for number in range(_PIECES):
-                    file.seek(last * number // (_PIECES - 1))
-                    digest.update(file.read(_PIECE_BYTES))
-            self._identity = digest.hexdigest()
-        return self._identity
 
     def close(self) -> None:
         """Give the file descriptor of the ``pread`` mode back."""

@@ -2,8 +2,10 @@
 
 Owns the ``single`` and ``cyclic`` samplers. Invariants: all ranks yield the same number of
 micro-batches; at one step no two ranks hold the same sample; the whole state is
-``consumed_samples``, so a resume continues exactly where the run stopped, for any number of loader
-workers. Source: Megatron-LM's samplers. Tested by ``tests/data_room/test_sampler.py``.
+``consumed_samples`` and, for ``cyclic``, the layout in which the run began, so a resume continues
+exactly where the run stopped, for any number of loader workers and of ranks.
+Source: Megatron-LM's samplers. Tested by
+``tests/data_room/test_sampler.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 SamplerKind = Literal["single", "cyclic"]
 SAMPLERS: tuple[SamplerKind, ...] = ("single", "cyclic")
@@ -30,6 +33,9 @@ class SamplerSpec:
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
     data_sharding: bool = True  # cyclic only: each rank draws from a range of its own
+    # cyclic only: micro-batch size and data-parallel ranks of the run's first launch, whose order
+    # is kept; None: those of this one
+    layout: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in SAMPLERS:
@@ -41,6 +47,8 @@ class SamplerSpec:
                 f"data-parallel rank {self.data_parallel_rank} is not in [0, "
                 f"{self.data_parallel_size})"
             )
+        if self.layout is not None and min(self.layout) < 1:
+            raise ValueError(f"layout {self.layout}: sizes must be at least 1")
         if self.consumed_samples < 0:
             raise ValueError(f"consumed_samples {self.consumed_samples} is negative")
 
@@ -89,7 +97,9 @@ class CyclicSampler:
 
     An epoch has ``total - total % (micro_batch_size * data_parallel_size)`` samples, so ranks stay
     in step. With ``data_sharding`` a rank permutes a range of its own; else ranks take turns on one
-    permutation.
+    permutation.  Both depend on the layout, so a run keeps that of its first launch (``layout``:
+    micro-batch size, data-parallel ranks) and deals the samples in that order to any ranks: no
+    sample comes twice in an epoch.
     """
 
     def __init__(
@@ -101,20 +111,16 @@ class CyclicSampler:
         data_parallel_rank: int,
         data_parallel_size: int,
         data_sharding: bool = True,
+        layout: tuple[int, int] | None = None,
     ) -> None:
-        self.step = micro_batch_size * data_parallel_size
-        self.active = total_samples - total_samples % self.step
+        self.order_micro, self.order_size = layout or (micro_batch_size, data_parallel_size)
+        self.order_step = self.order_micro * self.order_size
+        self.active = total_samples - total_samples % self.order_step
         if self.active < 1:
             raise ValueError(
-                f"{total_samples} samples are fewer than one step of {self.step} "
+                f"{total_samples} samples are fewer than one step of {self.order_step} "
                 "(--micro-batch-size "
-                f"{micro_batch_size} on {data_parallel_size} data-parallel ranks)"
-            )
-        if consumed_samples % self.step:
-            raise ValueError(
-                f"consumed_samples {consumed_samples} is not a multiple of {self.step}, the "
-                "samples of a micro-step; "
-                "cyclic data needs the batch layout that the run began with"
+                f"{self.order_micro} on {self.order_size} data-parallel ranks)"
             )
         self.total_samples = total_samples
         self.consumed_samples = consumed_samples
@@ -123,26 +129,35 @@ class CyclicSampler:
         self.size = data_parallel_size
         self.data_sharding = data_sharding
 
-    def epoch_indices(self, epoch: int) -> list[int]:
-        """This rank's samples of one epoch, in order."""
+    def epoch_order(self, epoch: int) -> Tensor:
+        """The samples of one epoch in the order in which the ranks together draw them, (active,)
+        int64.
+        """
         generator = torch.Generator().manual_seed(epoch)
-        if self.data_sharding:
-            bucket = self.active // self.size
-            order = torch.randperm(bucket, generator=generator)
-            return (order + self.rank * bucket).tolist()
-        # Megatron-LM permutes whole micro-batches' worth of samples; what exceeds the active
-        # ones would reach only some of the ranks.
-        whole = self.total_samples // self.micro_batch_size * self.micro_batch_size
-        order = torch.randperm(whole, generator=generator)
-        return order[: self.active][self.rank :: self.size].tolist()
+        if not self.data_sharding:
+            # Megatron-LM permutes whole micro-batches' worth of samples; what exceeds the active
+            # ones would reach only some of the ranks.
+            whole = self.total_samples // self.order_micro * self.order_micro
+            order = torch.randperm(whole, generator=generator)[: self.active]
+            turns = order.view(-1, self.order_micro, self.order_size)  # step, sample, rank
+            return turns.transpose(1, 2).reshape(-1)
+        bucket = self.active // self.order_size
+        order = torch.randperm(bucket, generator=generator).view(-1, 1, self.order_micro)
+        starts = bucket * torch.arange(self.order_size).view(1, -1, 1)
+        return (order + starts).reshape(-1)  # step, rank, sample
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, done = divmod(self.consumed_samples, self.active)
+        position = self.consumed_samples + self.rank * self.micro_batch_size
+        epoch, order = -1, torch.empty(0, dtype=torch.int64)
         while True:
-            indices = self.epoch_indices(epoch)
-            for start in range(done // self.size, len(indices), self.micro_batch_size):
-                yield indices[start : start + self.micro_batch_size]
-            epoch, done = epoch + 1, 0
+            batch: list[int] = []
+            while len(batch) < self.micro_batch_size:  # a micro-batch may reach over an epoch's end
+                wanted, start = divmod(position + len(batch), self.active)
+                if wanted != epoch:
+                    epoch, order = wanted, self.epoch_order(wanted)
+                batch += order[start : start + self.micro_batch_size - len(batch)].tolist()
+            yield batch
+            position += self.micro_batch_size * self.size
 
 
 def build_sampler(total_samples: int, spec: SamplerSpec) -> SingleSampler | CyclicSampler:
@@ -164,4 +179,5 @@ def build_sampler(total_samples: int, spec: SamplerSpec) -> SingleSampler | Cycl
         data_parallel_rank=spec.data_parallel_rank,
         data_parallel_size=spec.data_parallel_size,
         data_sharding=spec.data_sharding,
+        layout=spec.layout,
     )

@@ -18,8 +18,8 @@ WsdStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
 WdStyle = Literal["constant", "linear", "cosine"]
 LoadMode = Literal["match", "override", "use_checkpoint"]
 
-# Megatron's checkpoint key -> our field. ``num_steps`` is the one key that is position, not
-# configuration.
+# Key in the checkpoint -> our field, for every field. The first nine keys are Megatron's, the
+# others our flags'. ``num_steps`` is the one key that is position, not configuration.
 _KEYS: tuple[tuple[str, str], ...] = (
     ("max_lr", "max_lr"),
     ("lr_warmup_steps", "warmup_steps"),
@@ -30,6 +30,11 @@ _KEYS: tuple[tuple[str, str], ...] = (
     ("end_wd", "end_wd"),
     ("wd_incr_style", "wd_style"),
     ("wd_incr_steps", "wd_steps"),
+    ("lr_warmup_init", "init_lr"),
+    ("lr_wsd_decay_style", "wsd_style"),
+    ("lr_wsd_decay_steps", "wsd_steps"),
+    ("decoupled_lr", "decoupled_lr"),
+    ("decoupled_min_lr", "decoupled_min_lr"),
 )
 
 
@@ -37,7 +42,9 @@ _KEYS: tuple[tuple[str, str], ...] = (
 class ScheduleConfig:
     """All ``*_steps`` count samples. ``warmup_steps`` is part of ``decay_steps``; ``wsd_steps``
     is the length of the final decay of ``WSD`` and ``wsd_style`` its shape; the weight decay
-    goes from ``start_wd`` to ``end_wd`` over ``wd_steps``.
+    goes from ``start_wd`` to ``end_wd`` over ``wd_steps``. ``decoupled_lr`` and
+    ``decoupled_min_lr`` are the peak and the floor of the parameters that have rates of their own;
+    None: they have not, or the floor of the others.
     """
 
     max_lr: float
@@ -52,6 +59,8 @@ class ScheduleConfig:
     end_wd: float = 0.01
     wd_style: WdStyle = "constant"
     wd_steps: int = 0
+    decoupled_lr: float | None = None
+    decoupled_min_lr: float | None = None
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -163,6 +172,17 @@ class Schedule:
             )
         return bottom + part * (top - bottom)
 
+    def decoupled(self) -> float:
+        """The present learning rate of parameters with rates of their own (``--decoupled-lr``);
+        that of all others where there is none.
+        """
+        c = self.config
+        if c.decoupled_lr is None:
+            return self.lr()
+        # Megatron's default: the floor of the other parameters.
+        floor = c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr
+        return self.lr(max_lr=c.decoupled_lr, min_lr=floor)
+
     def wd(self, num_steps: int | None = None) -> float:
         """The weight decay after ``num_steps`` samples (default: so far)."""
         c = self.config
@@ -175,7 +195,7 @@ class Schedule:
         return c.start_wd + part * (c.end_wd - c.start_wd)
 
     def state_dict(self) -> dict[str, Any]:
-        """Under Megatron's keys; plain numbers and strings."""
+        """Under Megatron's keys where it has them; plain numbers, strings and None."""
         state = {key: getattr(self.config, name) for key, name in _KEYS}
         return {**state, "num_steps": self.num_steps}
 
@@ -186,16 +206,18 @@ class Schedule:
         differences.
         ``override`` (``--override-opt_param-scheduler``): the configuration wins.
         ``use_checkpoint`` (``--use-checkpoint-opt_param-scheduler``): the stored values win.
-        A key missing from the state is a ValueError too.
+        A key missing from the state is a ValueError too, unless the configuration wins.
         """
         if mode not in get_args(LoadMode):
             raise ValueError(
                 f"schedule load mode {mode!r}: choose match, override or use_checkpoint"
             )
-        missing = [key for key in (*(key for key, _ in _KEYS), "num_steps") if key not in state]
+        needed = [key for key, _ in _KEYS] if mode != "override" else []
+        missing = [key for key in (*needed, "num_steps") if key not in state]
         if missing:
             raise ValueError(
-                f"schedule state lacks {', '.join(missing)}: the checkpoint is not complete"
+                f"the schedule in the checkpoint lacks {', '.join(missing)}: set"
+                " --override-opt_param-scheduler to take the command line's"
             )
         if mode == "match":
             different = [

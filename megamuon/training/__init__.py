@@ -6,14 +6,15 @@ top of all other rooms, and none of them imports it.  Tested by ``tests/training
 """
 
 from megamuon.training.builders import data_spec, model_config, tokenizer_of
-from megamuon.training.checkpointing import read_checkpoint_args
 from megamuon.training.command_line import parse_command_line
-from megamuon.training.datasets import build_datasets
+from megamuon.training.datasets import build_datasets, data_identities
 from megamuon.training.pretrain import pretrain
 from megamuon.training.sampling import sample_text
+from megamuon.training.source import read_checkpoint_args
 
 __all__ = [
     "build_datasets",
+    "data_identities",
     "data_spec",
     "model_config",
     "parse_command_line",

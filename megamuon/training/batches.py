@@ -23,7 +23,9 @@ from megamuon.training.failures import Phase, TrainingError
 
 
 class BatchStream:
-    """Micro-batches of one split for this rank, from ``consumed`` samples on."""
+    """Micro-batches of one split for this rank, from ``consumed`` samples on; ``layout`` as in
+    ``SamplerSpec``.
+    """
 
     def __init__(
         self,
@@ -36,6 +38,7 @@ class BatchStream:
         mesh: Mesh,
         phase: Phase,
         timers: Timers | None = None,
+        layout: tuple[int, int] | None = None,
     ) -> None:
         self.dataset = dataset
         self.split = split
@@ -45,6 +48,7 @@ class BatchStream:
         self.mesh = mesh
         self.phase = phase
         self.timers = timers or Timers()
+        self.layout = layout
         self._batches: Iterator[Any] | None = None
 
     def __iter__(self) -> BatchStream:
@@ -77,6 +81,7 @@ class BatchStream:
             micro_batch_size=self.micro_batch,
             data_parallel_rank=self.mesh.data_parallel_rank,
             data_parallel_size=self.mesh.data_parallel_size,
+            layout=self.layout,
         )
         pinned = self.mesh.device.type == "cuda"
         return iter(data_loader(self.dataset, spec, num_workers=0, pin_memory=pinned))

@@ -32,8 +32,8 @@ from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import PlannerSettings
 from megamuon.profiling import ProfilingSettings
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
-from megamuon.training.checkpointing import Progress
 from megamuon.training.failures import TrainingError
+from megamuon.training.progress import Progress
 
 KIB = 1024
 
@@ -112,6 +112,21 @@ def sample_counts(config: Config, progress: Progress | None = None) -> tuple[int
         return 0, valid, each
     left = rounds(steps) - rounds(done.iteration) + 1
     return train, max(valid, done.consumed_valid_samples + left * each), each
+
+
+def dataset_counts(config: Config, progress: Progress) -> list[int]:
+    """``sample_counts`` as the datasets are to be built: what a run has begun to draw keeps its
+    order, however long the run becomes.  ``progress`` remembers what was asked for.
+    """
+    train, valid, test = sample_counts(config, progress)
+    if config.training.skip_train:  # evaluates from the beginning of a set of its own
+        return [train, valid, test]
+    endless = config.data.dataloader_type == "cyclic"
+    return [
+        progress.train_order.ask(train, endless=endless),
+        progress.valid_order.ask(valid, endless=endless),
+        test,
+    ]
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -339,20 +354,16 @@ def schedule_config(config: Config) -> ScheduleConfig:
         end_wd=end,
         wd_style=decay.weight_decay_incr_style,
         wd_steps=length,
+        decoupled_lr=flags.decoupled_lr,
+        decoupled_min_lr=flags.decoupled_min_lr,
     )
 
 
-def rate_of(config: Config, schedule: Schedule) -> Callable[[LogicalParameter], float]:
+def rate_of(schedule: Schedule) -> Callable[[LogicalParameter], float]:
     """The present learning rate of a parameter: ``--decoupled-lr`` for token tables and the
     head.
     """
-    flags = config.schedule
-    rate = schedule.lr()
-    if flags.decoupled_lr is None:
-        return lambda parameter: rate
-    # Megatron's default: the floor of the other parameters.
-    floor = flags.min_lr if flags.decoupled_min_lr is None else flags.decoupled_min_lr
-    apart = schedule.lr(max_lr=flags.decoupled_lr, min_lr=floor)
+    rate, apart = schedule.lr(), schedule.decoupled()
     return lambda parameter: apart if parameter.kind in (Kind.EMBEDDING, Kind.HEAD) else rate
 
 

@@ -1,9 +1,10 @@
 """What a training run saves and how it takes up a saved one.
 
-Owns the documents of a checkpoint (arguments, counters, schedule, plan, random states), which
-checkpoint a run starts from, and what must be equal on resume.  Invariants: nothing of a
+Owns the documents of a checkpoint (arguments, counters, schedule, plan, identities, random states),
+what a resume does with them, and which checkpoints may be retired.  Invariants: nothing of a
 checkpoint is used before all of it was checked; a resume at the same size reuses the stored plan;
-ranks succeed or fail together. Tested by ``tests/training/test_checkpointing.py`` and
+the newest checkpoint from which a step was made is never retired; ranks succeed or fail together.
+Tested by ``tests/training/test_checkpointing.py`` and
 ``tests/distributed/test_pretrain_resume.py``.
 """
 
@@ -12,14 +13,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megamuon.arguments import Config, config_to_nested
 from megamuon.checkpoint import (
-    RELEASE,
     CheckpointError,
     Checkpoints,
     Iteration,
@@ -29,181 +28,21 @@ from megamuon.checkpoint import (
     StoredTensor,
     append_progress,
     capture_rng,
-    latest,
     load,
-    read_documents,
     restore_rng,
 )
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.optim import Schedule
-from megamuon.optim.ns_plan import CpuDtype
-from megamuon.ownership import OwnershipPlan, PlanError, Topology
 from megamuon.runtime import Runtime
 from megamuon.training.failures import TrainingError
 from megamuon.training.logging import Console
 from megamuon.training.ns_dtype import is_open
+from megamuon.training.progress import Progress
+from megamuon.training.source import Source
 
 OPTIMIZER_PREFIX = "optimizer."
 FORMAT = "safetensors"  # what the messages name
-# (component, dest): what decides the model that the weights belong to.
-MUST_MATCH: tuple[tuple[str, str], ...] = (
-    ("model", "num_layers"),
-    ("model", "hidden_size"),
-    ("model", "ffn_hidden_size"),
-    ("model", "num_attention_heads"),
-    ("model", "num_query_groups"),
-    ("model", "kv_channels"),
-    ("model", "position_embedding_type"),
-    ("model", "rotary_percent"),
-    ("model", "rotary_interleaved"),
-    ("model", "normalization"),
-    # The same shapes with another meaning, so the load itself would not notice.
-    ("model", "layernorm_zero_centered_gamma"),
-    ("model", "swiglu"),
-    ("model", "squared_relu"),
-    ("model", "openai_gelu"),
-    ("model", "add_qkv_bias"),
-    ("model", "qk_layernorm"),
-    ("model", "untie_embeddings_and_output_weights"),
-    ("model", "num_experts"),
-    ("model", "moe_router_topk"),
-    ("model", "moe_ffn_hidden_size"),
-    ("model", "moe_shared_expert_intermediate_size"),
-    ("model", "moe_shared_expert_gate"),
-    ("model", "moe_router_norm_topk_prob"),
-    ("tokenizer", "tokenizer_type"),
-)
-
-
-@dataclass(kw_only=True)
-class Progress:
-    """How far a run has come; the counters of a checkpoint."""
-
-    iteration: int = 0
-    consumed_train_samples: int = 0
-    consumed_valid_samples: int = 0
-    skipped_train_samples: int = 0
-    floating_point_operations: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """The checkpoint that a run starts from."""
-
-    directory: Path
-    iteration: Iteration
-    documents: Mapping[str, Any]
-    weights_only: bool  # --finetune, --pretrained-checkpoint, or a release
-
-    @cached_property
-    def plan_or_problem(self) -> OwnershipPlan | str | None:
-        """The plan of the run that saved, or why it cannot be read: another release wrote it."""
-        stored = self.documents.get("plan")
-        try:
-            return None if stored is None else OwnershipPlan.from_json(json.dumps(stored))
-        except PlanError as error:
-            return str(error)
-
-    @property
-    def plan(self) -> OwnershipPlan | None:
-        """The plan of the run that saved, where it can be read."""
-        return None if isinstance(self.plan_or_problem, str) else self.plan_or_problem
-
-    def plan_for(self, mesh: Mesh) -> OwnershipPlan | None:
-        """The stored plan, where it is for a grid of the same rows, columns and tensor-parallel
-        ranks.
-        """
-        ours = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
-        return self.plan if self.plan is not None and self.plan.topology == ours else None
-
-    @property
-    def optimizer(self) -> str | None:
-        """``--optimizer`` of the run that saved."""
-        return self.documents.get("args", {}).get("optimizer", {}).get("optimizer")
-
-
-def read_checkpoint_args(
-    directory: str, step: int | None
-) -> Mapping[str, Mapping[str, Any]] | None:
-    """The arguments stored in a checkpoint, read by this process alone
-    (``--use-checkpoint-args``).
-    """
-    alone = Ranks()
-    try:
-        iteration = latest(Path(directory), ranks=alone, step=step)
-        if iteration is None:
-            return None
-        return read_documents(Path(directory), iteration, ranks=alone)["args"]
-    except (CheckpointError, KeyError) as error:
-        raise ValueError(str(error)) from error
-
-
-def find_source(config: Config, ranks: Ranks, console: Console) -> Source | None:
-    """The checkpoint to start from; None: random weights.  Raises TrainingError and others."""
-    flags = config.checkpoint
-    if flags.load is not None:
-        directory = Path(flags.load)
-        iteration = latest(directory, ranks=ranks, step=flags.ckpt_step)
-        if iteration is not None:
-            weights_only = flags.finetune or iteration == RELEASE
-            return _source(directory, iteration, ranks, weights_only=weights_only)
-        text = f"no checkpoint in --load {directory} (no latest_checkpointed_iteration.txt there)"
-        if flags.exit_on_missing_checkpoint:
-            raise TrainingError(f"{text}, and --exit-on-missing-checkpoint is set")
-        instead = flags.pretrained_checkpoint or "random weights"
-        console.first(f"WARNING: {text}: starting from {instead}")
-    if flags.pretrained_checkpoint is None:
-        return None
-    directory = Path(flags.pretrained_checkpoint)
-    iteration = latest(directory, ranks=ranks)
-    if iteration is None:
-        raise TrainingError(f"no checkpoint in --pretrained-checkpoint {directory}")
-    return _source(directory, iteration, ranks, weights_only=True)
-
-
-def _source(directory: Path, iteration: Iteration, ranks: Ranks, *, weights_only: bool) -> Source:
-    return Source(
-        directory=directory,
-        iteration=iteration,
-        documents=read_documents(directory, iteration, ranks=ranks),
-        weights_only=weights_only,
-    )
-
-
-def stored_cpu_dtype(source: Source | None) -> CpuDtype | None:
-    """What ``--ns-dtype auto`` was in the run that this one resumes; None where nothing resumes
-    or nothing was chosen.  Releases that stored nothing iterated in FP32.
-    """
-    if source is None or source.weights_only:
-        return None
-    return source.documents.get("measured", {"ns_cpu_dtype": "fp32"}).get("ns_cpu_dtype")
-
-
-def check_arguments(config: Config, source: Source) -> None:
-    """Raise TrainingError naming everything that differs and may not."""
-    if source.weights_only:
-        return  # shapes are checked by the load itself
-    ours, theirs = config_to_nested(config), source.documents.get("args", {})
-    problems = [
-        f"{dest} is {theirs[component][dest]!r} in the checkpoint"
-        f" and {ours[component][dest]!r} here"
-        for component, dest in MUST_MATCH
-        if dest in theirs.get(component, {}) and theirs[component][dest] != ours[component][dest]
-    ]
-    if problems:
-        raise TrainingError(
-            f"{source.directory} iteration {source.iteration} does not fit the flags: "
-            + "; ".join(problems)
-            + ". Give the checkpoint's values, or --use-checkpoint-args"
-        )
-    if config.checkpoint.no_load_optim:
-        return
-    if theirs.get("checkpoint", {}).get("no_save_optim"):
-        raise TrainingError(
-            f"{source.directory} iteration {source.iteration} was saved with --no-save-optim:"
-            " add --no-load-optim or --finetune"
-        )
 
 
 def _owner_of_state(name: str) -> str:
@@ -214,15 +53,35 @@ def _owner_of_state(name: str) -> str:
 class RunCheckpoints:
     """The checkpoints of one training run."""
 
-    def __init__(self, config: Config, mesh: Mesh, ranks: Ranks, console: Console) -> None:
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        ranks: Ranks,
+        console: Console,
+        *,
+        run: str | None = None,
+        identity: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``run`` names the run, ``identity`` its data and tokenizer; both go into every
+        checkpoint.
+        """
         self.config = config
         self.mesh = mesh
         self.ranks = ranks
         self.console = console
+        self.run = run
+        self.identity = dict(identity or {})
         flags = config.checkpoint
         self._store = Checkpoints(Path(flags.save), ranks) if flags.save is not None else None
-        self._announce: tuple[int, SaveHandle] | None = None
+        self._announce: tuple[Progress, SaveHandle] | None = None
         self.last_saved: int | None = None
+        self._held: list[int] = []  # own checkpoints in the save directory, oldest first
+        self._newest: tuple[Path, Iteration] | None = None  # loaded or saved last
+        self._stepped = False  # since then
+        self._good: tuple[Path, Iteration] | None = None
+        self._before = (self._newest, self._stepped)  # what to go back to if a save fails
+        self._failures = 0  # of saves, in a row
 
     # --- loading ---------------------------------------------------------------------------------
 
@@ -249,8 +108,10 @@ class RunCheckpoints:
         runtime.loaded()
         self._report_filled(loaded, runtime)
         progress = Progress()
+        self._newest = (where, source.iteration)
         if not source.weights_only:
-            progress = Progress(**source.documents["counters"])
+            progress = Progress.from_document(source.documents["counters"])
+            self._take_over(source, progress)
             if schedule is not None and optimizer:
                 self._resume_schedule(source, schedule)
             self._resume_rng(source)
@@ -330,7 +191,44 @@ class RunCheckpoints:
         else:  # the tensor-parallel ranks of a place draw alike, so the first one's serves all
             restore_rng(states[mesh.data_parallel_rank * stored])
 
+    def _take_over(self, source: Source, progress: Progress) -> None:
+        """The checkpoints of the launches before are this run's to keep and to retire."""
+        save = self.config.checkpoint.save
+        if save is None or os.path.realpath(save) != os.path.realpath(source.directory):
+            progress.last_good_iteration = None  # it speaks of another directory
+            return
+        if progress.last_good_iteration is not None:
+            self._good = (Path(save), progress.last_good_iteration)
+            self._held.append(progress.last_good_iteration)
+        self._held.append(progress.iteration)
+        self._newest = (Path(save), progress.iteration)
+
+    # --- what is good ----------------------------------------------------------------------------
+
+    def applied(self) -> None:
+        """A step was made: what was loaded or saved last has proved to be good."""
+        self._stepped = True
+
+    def last_good(self) -> str:
+        """The newest checkpoint from which a step was made, in words.  Call it on all ranks."""
+        self.finish()
+        self._settle()
+        if self._good is None:
+            return "no checkpoint of this run is known to be good"
+        directory, iteration = self._good
+        return f"the last good checkpoint is iteration {iteration} in {directory}"
+
+    def _settle(self) -> None:
+        if self._stepped and self._newest is not None:
+            self._good = self._newest
+
     # --- saving ----------------------------------------------------------------------------------
+
+    def _measured(self, runtime: Runtime) -> dict[str, Any]:
+        """What this run measured on its machine, which a resume keeps."""
+        if not is_open(self.config, self.mesh):
+            return {}
+        return {"ns_cpu_dtype": runtime.config.optimizer.muon.newton_schulz.cpu_dtype}
 
     def save(self, progress: Progress, runtime: Runtime, schedule: Schedule) -> None:
         """Save now, or start to with ``--async-save``.  Collective; nothing without ``--save``."""
@@ -338,78 +236,128 @@ class RunCheckpoints:
             return
         flags, directory = self.config.checkpoint, self._store.directory
         self.finish()
+        self._settle()
+        if self._good is not None and self._good[0] == directory:
+            assert isinstance(self._good[1], int)  # a release is loaded, never saved
+            progress.last_good_iteration = self._good[1]
         self.console.first(
             f"saving checkpoint at iteration {progress.iteration:7d} to {directory}"
             f" in {FORMAT} format"
         )
-        documents = {
-            "args": config_to_nested(self.config),
-            "counters": asdict(progress),
-            "schedule": schedule.state_dict(),
-            "plan": json.loads(runtime.plan.to_json()),
-            "measured": {},
-        }
-        if is_open(self.config, self.mesh):
-            chosen = runtime.config.optimizer.muon.newton_schulz.cpu_dtype
-            documents["measured"] = {"ns_cpu_dtype": chosen}
         try:
             handle = self._store.save(
                 progress.iteration,
                 runtime.state(optimizer=not flags.no_save_optim),
-                documents=documents,
+                documents={
+                    "args": config_to_nested(self.config),
+                    "counters": asdict(progress),
+                    "schedule": schedule.state_dict(),
+                    "plan": json.loads(runtime.plan.to_json()),
+                    "identity": self.identity,
+                    "run": {"id": self.run},
+                    "measured": self._measured(runtime),
+                },
                 rank_documents={} if flags.no_save_rng else {"rng": capture_rng()},
                 asynchronous=flags.async_save,
                 retain_interval=flags.save_retain_interval,
+                retired=[held for held in self._held if held != progress.last_good_iteration],
+                run=self.run,
             )
         except CheckpointError as error:
-            self._failed(error)
+            self._failed(error, progress)
             return
         self.last_saved = progress.iteration
-        self._announce = (progress.iteration, handle)
-        self.poll()
+        self._announce = (progress, handle)
+        self._before = (self._newest, self._stepped)
+        self._newest, self._stepped = (directory, progress.iteration), False
+        if not flags.async_save:
+            self.finish()
 
     def poll(self) -> None:
-        """Say that a save has ended, once it has.  No collective."""
+        """Say that a save in the background has ended, once it has.  No collective."""
         if self._announce is None or not self._announce[1].done():
             return
-        iteration, handle = self._announce
         try:
-            report = handle.wait()
+            report = self._announce[1].wait()
         except CheckpointError:
             return  # the next finish() raises it on all ranks alike
         self._announce = None
-        assert self._store is not None
+        assert self._store is not None and isinstance(report.iteration, int)
         self.console.first(
-            f"  successfully saved checkpoint from iteration {iteration:7d} to"
+            f"  successfully saved checkpoint from iteration {report.iteration:7d} to"
             f" {self._store.directory} [ t 1/1, p 1/1 ]"
             f" ({report.size / 1e6:.1f} MB in {report.seconds:.2f} s)"
         )
-        self.event(f"Saved checkpoint\tIteration: {iteration}")
+        if report.not_deleted is not None:
+            self.console.first(f"WARNING: an old checkpoint stays: {report.not_deleted}")
+        self.event(f"Saved checkpoint\tIteration: {report.iteration}")
 
     def finish(self) -> None:
         """Wait for a save under way.  Call it on all ranks; raises its CheckpointError."""
         if self._store is None:
             return
+        announced = self._announce
         try:
-            self._store.wait()
+            report = self._store.wait()
         except CheckpointError as error:
+            assert announced is not None
             self._announce = None
-            self._failed(error)
+            self._newest, before = self._before
+            self._stepped = self._stepped or before
+            self._failed(error, announced[0])
+        else:
+            if report is not None:
+                self._completed(report.iteration)
         self.poll()
 
-    def _failed(self, error: CheckpointError) -> None:
-        if self.config.checkpoint.save is None or self.config.fault.save_failure == "fatal":
+    def _completed(self, iteration: int) -> None:
+        self._failures = 0
+        interval = self.config.checkpoint.save_retain_interval
+        good = self._good[1] if self._good is not None else None
+        if interval is not None:  # else nothing is ever deleted
+            self._held = [held for held in self._held if held == good]
+        self._held.append(iteration)
+
+    def _failed(self, error: CheckpointError, progress: Progress) -> None:
+        """Count a failed save.  Raises its error, or TrainingError where too many have failed."""
+        fault = self.config.fault
+        if fault.save_failure == "fatal":
             raise error
         self.last_saved = None
-        self.console.first(f"WARNING: {error}; going on (--save-failure warn)")
+        self._failures += 1
+        progress.failed_saves += 1
+        if self._failures >= fault.max_failed_saves:
+            raise TrainingError(
+                f"{self._failures} saves in a row have failed (--max-failed-saves): {error};"
+                f" {self.last_good()}"
+            )
+        self.console.first(
+            f"WARNING: {error}; going on (--save-failure warn; {self._failures} in a row,"
+            f" {progress.failed_saves} in all)"
+        )
+
+    def check_saved(self, progress: Progress) -> None:
+        """Raise TrainingError where the run ends and its last state could not be saved."""
+        self.finish()
+        if self._store is not None and self._failures:
+            raise TrainingError(
+                f"the run ends at iteration {progress.iteration} and its state could not be saved:"
+                f" {self.last_good()}"
+            )
 
     def event(self, text: str) -> None:
-        """A line of ``progress.txt``, with ``--log-progress``."""
+        """A line of ``progress.txt``, with ``--log-progress``; a file that cannot be written is
+        no reason to fail.
+        """
         flags = self.config.checkpoint
-        if flags.log_progress and flags.save is not None and self.mesh.rank == 0:
+        if not flags.log_progress or flags.save is None or self.mesh.rank != 0:
+            return
+        try:
             append_progress(
                 Path(flags.save),
                 text,
                 world_size=self.mesh.world_size,
                 job=os.environ.get("SLURM_JOB_ID", ""),
             )
+        except OSError as error:
+            self.console.first(f"WARNING: --log-progress: {error}; the line was {text!r}")

@@ -17,7 +17,7 @@ from megamuon.data.blend import parse_blend
 from megamuon.mesh import MeshError, local_world_size, mesh_from_environment
 from megamuon.metrics import write_line
 from megamuon.models import PRESETS
-from megamuon.training.checkpointing import read_checkpoint_args
+from megamuon.training.source import read_checkpoint_args
 
 EXIT_USAGE = 2
 # A launcher ends the other ranks when the first one fails: let local rank 0 speak before that.  A

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megamuon.arguments import Config
 from megamuon.data.build import build_train_valid_test
+from megamuon.data.identity import data_identity
 from megamuon.data.index_cache import Ranks
 from megamuon.data.tokenizer import Tokenizer
 from megamuon.training.builders import data_spec
@@ -38,6 +39,15 @@ def build_datasets(
         world_size=dist.get_world_size(),
     )
     return build_train_valid_test(spec, ranks=ranks, barrier=_barrier, compare=_compare)
+
+
+def data_identities(config: Config, tokenizer: Tokenizer, samples: Sequence[int]) -> dict[str, Any]:
+    """What the tokenizer and the datasets for ``samples`` are, by content, as JSON values; see
+    ``megamuon.data.identity``.  By this process alone.
+    """
+    train, valid, test = samples
+    spec = data_spec(config, tokenizer, (train, valid, test))
+    return {"tokenizer": tokenizer.identity(), **data_identity(spec)}
 
 
 def _barrier(label: str) -> None:

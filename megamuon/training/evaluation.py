@@ -2,7 +2,8 @@
 
 Owns one evaluation: a number of batches, averaged over all tokens.  Invariants: it changes
 neither weights nor random state nor the training mode that it found; ranks leave it together,
-also when a signal or the time limit cuts it short.  Tested by ``tests/training/test_loop.py`` and
+after the same micro-batch, also when a signal or the time limit cuts it short.  Tested by
+``tests/training/test_loop.py`` and
 ``tests/distributed/test_pretrain_exits.py``.
 """
 
@@ -17,7 +18,7 @@ from torch import nn
 
 from megamuon.mesh import Mesh
 from megamuon.training.builders import Batches
-from megamuon.training.exits import ExitWatch, Requests
+from megamuon.training.exits import ExitWatch, Pacer, Requests
 from megamuon.training.failures import Phase
 from megamuon.training.reports import ForwardStep, Sums, micro_batch_loss
 
@@ -45,17 +46,19 @@ def evaluate(
 ) -> Evaluation:
     """Mean losses over ``iterations`` global batches.  A collective; equal on all ranks."""
     sums, training = Sums(), model.training
+    pacer = Pacer(watch, mesh, limit=sizes.count)
     model.eval()
     try:
-        for done in range(iterations):
-            requests = watch.poll(mesh)
+        requests = watch.poll(mesh)
+        for done in range(iterations * sizes.count):
             if requests.any:
-                return Evaluation(losses=None, samples=done * sizes.total, requests=requests)
-            for _ in range(sizes.count):
-                phase("evaluation")
-                output, loss_function = forward_step(batches, model)
-                _, report = micro_batch_loss(loss_function(output))
-                sums.add(report)
+                whole = done // sizes.count * sizes.total
+                return Evaluation(losses=None, samples=whole, requests=requests)
+            phase("evaluation")
+            output, loss_function = forward_step(batches, model)
+            _, report = micro_batch_loss(loss_function(output))
+            sums.add(report)
+            requests = pacer.between()
         losses, _ = sums.reduced(mesh, [])
     finally:
         model.train(training)

@@ -1,8 +1,9 @@
 """When a run ends: signals, duration and interval.
 
-Owns the signal handler and the order of reasons at a step boundary (Megatron-LM's): signal,
-duration, interval. Invariants: ranks decide from the same reduced flags, never from their own
-clock or signal; the handler that was there before comes back when training ends.  Tested by
+Owns the signal handler, when ranks ask each other about it, and the order of reasons at a step
+boundary (Megatron-LM's): signal, duration, interval. Invariants: ranks decide from the same reduced
+flags, never from their own clock or signal, and ask at the same places; the handler that was there
+before comes back when training ends.  Tested by
 ``tests/training/test_exits.py`` and ``tests/distributed/test_pretrain_exits.py``.
 """
 
@@ -21,6 +22,8 @@ import torch.distributed as dist
 
 from megamuon.arguments import Config
 from megamuon.mesh import Mesh
+
+POLL_SECONDS = 1.0  # a launcher's patience after a signal is 30 s, and the save needs its part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,17 +78,26 @@ class ExitWatch:
         """Minutes since ``started``."""
         return (time.monotonic() - self.started) / 60.0
 
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything that ranks could be asked about."""
+        return self.signal_name is not None or self.minutes is not None
+
     def poll(self, mesh: Mesh) -> Requests:
-        """What any rank asks for.  A collective of two numbers, and none where no flag asks for
+        """What any rank asks for.  A collective of three numbers, and none where no flag asks for
         it.
         """
-        if self.signal_name is None and self.minutes is None:
-            return Requests()
-        flags = torch.tensor(self.local_flags(), dtype=torch.float64, device=mesh.device)
+        return self.poll_with(mesh, 0.0)[0] if self.asks else Requests()
+
+    def poll_with(self, mesh: Mesh, number: float) -> tuple[Requests, float]:
+        """``poll``, and the mean of ``number`` over all ranks."""
+        # Gloo takes numbers of the host, so that the device goes on with what it has to do.
+        device = torch.device("cpu") if "gloo" in mesh.backend else mesh.device
+        flags = torch.tensor([*self.local_flags(), number], dtype=torch.float64, device=device)
         if mesh.world_size > 1:
             dist.all_reduce(flags)
-        received, expired = flags.tolist()
-        return Requests(signal=received > 0, expired=expired > 0)
+        received, expired, total = flags.tolist()
+        return Requests(signal=received > 0, expired=expired > 0), total / mesh.world_size
 
     def reason(self, requests: Requests, iteration: int, *, minutes: float) -> str | None:
         """The line to print before leaving, None to go on."""
@@ -96,3 +108,36 @@ class ExitWatch:
         if self.interval is not None and iteration > 0 and iteration % self.interval == 0:
             return f"exiting program at iteration {iteration}"
         return None
+
+
+class Pacer:
+    """Asks the ranks between micro-batches, about once a second.
+
+    How many micro-batches that is follows from the mean of the ranks' clocks, which is exchanged
+    with the flags, so all ranks ask at the same micro-batch and short steps pay nothing.  ``limit``
+    is the most micro-batches without a question: those of a step, at whose end ranks ask anyway.
+    """
+
+    def __init__(self, watch: ExitWatch, mesh: Mesh, *, limit: int) -> None:
+        self.watch = watch
+        self.mesh = mesh
+        self.limit = limit
+        self.every = 1  # micro-batches from one question to the next; nothing is known yet
+        self._done = 0
+        self._since = time.monotonic()
+
+    def between(self) -> Requests:
+        """What any rank asks for, after a micro-batch that is not the last one of its step.  All
+        ranks call it alike.
+        """
+        if not self.watch.asks:
+            return Requests()
+        self._done += 1
+        if self._done < self.every:
+            return Requests()
+        now = time.monotonic()
+        seconds = (now - self._since) / self._done
+        requests, mean = self.watch.poll_with(self.mesh, seconds)
+        self.every = max(1, min(self.limit, int(POLL_SECONDS / max(mean, 1e-9))))
+        self._done, self._since = 0, now
+        return requests

@@ -12,12 +12,11 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megamuon.arguments import Config, config_to_json, format_config, values_from_config
+from megamuon.arguments import Config, format_config, values_from_config
 from megamuon.mesh import Mesh
 from megamuon.metrics import (
     Interval,
@@ -38,9 +37,7 @@ from megamuon.metrics import (
 )
 from megamuon.runtime import Runtime
 from megamuon.training.descriptions import runtime_line
-from megamuon.training.failures import TrainingError
 
-CONFIG_FILE = "config.json"
 PUBLISH_WAIT = "publish wait (ms)"
 FIRST_MEMORY_LINES = 2  # iterations after which memory is always printed
 
@@ -67,26 +64,6 @@ class Console:
             self.display.write(text)
         else:
             write_line(text, sys.stdout)
-
-
-def write_config(config: Config, mesh: Mesh) -> None:
-    """``config.json`` in the checkpoint and TensorBoard directories, by rank 0.
-
-    Raises TrainingError naming the flag whose directory cannot be written.
-    """
-    if mesh.rank != 0:
-        return
-    places = {"--save": config.checkpoint.save, "--tensorboard-dir": config.logging.tensorboard_dir}
-    for flag, directory in places.items():
-        if directory is None:
-            continue
-        try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            (Path(directory) / CONFIG_FILE).write_text(config_to_json(config), encoding="utf-8")
-        except OSError as error:
-            raise TrainingError(
-                f"{flag} {directory}: cannot be written ({error.strerror}); name another directory"
-            ) from error
 
 
 def set_logging_level(config: Config) -> None:
@@ -167,9 +144,14 @@ class RunLog:
         zeros: int | None,
         seconds: float,
         skipped: bool,
+        skipped_so_far: int,
+        nan_so_far: int,
         runtime: Runtime,
     ) -> None:
-        """Everything that follows one iteration.  All ranks call it alike."""
+        """Everything that follows one iteration.  All ranks call it alike.
+
+        The counts of skipped iterations so far are the run's, over all launches.
+        """
         extra = self._publish_wait(runtime)
         self.interval.add(losses, seconds, skipped=skipped, extra=extra)
         due = number % self.flags.log_interval == 0
@@ -193,7 +175,8 @@ class RunLog:
         )
         self._scalars(base)
         if due or not self._printed:
-            self._line(base)
+            totals = {"skipped so far": skipped_so_far, "nan so far": nan_so_far}
+            self._line(base, totals if skipped_so_far else {})
         if due:
             self._timers(number)
             self.interval.reset()
@@ -215,10 +198,10 @@ class RunLog:
             return None
         return tflops_per_gpu(self.flops_per_token * self.tokens, seconds, self.mesh.world_size)
 
-    def _line(self, last: LogRecord) -> None:
+    def _line(self, last: LogRecord, totals: Mapping[str, int]) -> None:
         interval = self.interval
         seconds = interval.milliseconds_per_iteration / 1000.0
-        extra: dict[str, float | int | str] = dict(interval.mean_extra)
+        extra: dict[str, float | int | str] = {**interval.mean_extra, **totals}
         if self.flags.log_throughput:
             extra["tokens per second"] = int(tokens_per_second(self.tokens, seconds))
         record = LogRecord(

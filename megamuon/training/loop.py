@@ -1,16 +1,18 @@
 """The training loop: iterations, logs, evaluations and the decision to leave.
 
 Owns the order of events at a step boundary (``specs`` of Megatron-LM's loop): log, evaluate,
-house-keeping, then signal, regular save, duration, interval.  Invariant: all ranks take the same
-branch at every boundary. Tested by ``tests/training/test_loop.py`` and
+house-keeping, then signal, regular save, duration, interval; and when there have been too many
+faults to go on.  Invariant: all ranks take the same branch at every boundary. Tested by
+``tests/training/test_loop.py`` and
 ``tests/distributed/test_pretrain_exits.py``.
 """
 
 from __future__ import annotations
 
 import gc
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +33,12 @@ from megamuon.training.builders import (
     rate_of,
     train_iterations,
 )
-from megamuon.training.checkpointing import Progress, RunCheckpoints
+from megamuon.training.checkpointing import RunCheckpoints
 from megamuon.training.evaluation import Evaluation, evaluate
 from megamuon.training.exits import ExitWatch, Requests
-from megamuon.training.failures import Phase
+from megamuon.training.failures import Phase, TrainingError
 from megamuon.training.logging import Console, RunLog
+from megamuon.training.progress import DataOrder, Progress
 from megamuon.training.reports import ForwardStep
 from megamuon.training.step import Outcome, Stepper
 
@@ -74,14 +77,19 @@ class Loop:
         # Kept over all evaluations: opening a stream is work, and its position is the counter's.
         self._validation: BatchStream | None = None
         self._requests = Requests()
+        self._begun_skipped = parts.progress.skipped_iterations  # by the launches before
+        self._begun_at = parts.progress.iteration
 
     # --- training --------------------------------------------------------------------------------
 
     def train(self) -> str | None:
         """Train to the last iteration.  Returns the reason for leaving early, None at the end."""
         parts, config = self.parts, self.config
-        consumed = self.progress.consumed_train_samples
-        stepper, stream = self._stepper(), self._stream("training", 0, self.sizes, consumed)
+        progress = self.progress
+        stepper = self._stepper()
+        stream = self._stream(
+            "training", 0, self.sizes, progress.consumed_train_samples, progress.train_order
+        )
         profiler = Profiler(
             profiling_settings(config), rank=parts.mesh.rank, device=parts.mesh.device
         )
@@ -96,6 +104,7 @@ class Loop:
                 reason = self._boundary()
                 if reason is not None:
                     return reason
+            self._check_end()
         finally:
             profiler.close()
             if config.training.manual_gc:
@@ -107,23 +116,63 @@ class Loop:
         number = progress.iteration + 1
         parts.phase("forward", number)
         started = time.perf_counter()
-        if number in self.skip:
-            outcome = stepper.skip(stream)
-            progress.skipped_train_samples += self.sizes.total
-        else:
-            outcome = stepper(stream)
-            progress.floating_point_operations += self._flops()
+        on_purpose = number in self.skip
+        outcome = stepper.skip(stream) if on_purpose else stepper(stream)
         seconds = time.perf_counter() - started
+        self._requests = outcome.requests
+        if outcome.dropped:
+            parts.console.last(f"iteration {number} was cut short and dropped")
+            return
         progress.iteration = number
         progress.consumed_train_samples += self.sizes.total
-        self._requests = outcome.requests
+        if on_purpose:
+            progress.skipped_train_samples += self.sizes.total
+        else:
+            progress.floating_point_operations += self._flops()
+            self._count(outcome)
         parts.phase("logging")
         for line in parts.runtime.notes():
             parts.console.last(line)
         if outcome.problem is not None:
             parts.console.last(f"iteration {number} skipped: {outcome.problem}")
-        if number not in self.skip:
+        if not on_purpose:
             self._report(outcome, seconds)
+            self._check_streak(outcome)
+
+    def _count(self, outcome: Outcome) -> None:
+        if outcome.skipped:
+            self.progress.skipped(nan=not all(map(math.isfinite, outcome.losses.values())))
+        else:
+            self.progress.applied()
+            self.parts.checkpoints.applied()
+
+    def _check_streak(self, outcome: Outcome) -> None:
+        """Raise TrainingError after too many skipped steps in a row, the same on all ranks."""
+        streak, limit = self.progress.skipped_in_a_row, self.config.fault.max_skipped_iterations
+        if outcome.skipped and streak >= limit:
+            raise TrainingError(
+                f"{streak} iterations in a row were skipped (--max-skipped-iterations {limit});"
+                f" iteration {self.progress.iteration}: {outcome.problem}. {self._way_back()}"
+            )
+
+    def _check_end(self) -> None:
+        """Raise TrainingError where the run ends in a streak of skipped steps, and they are most of
+        this launch's: its last state is not what the user wants.
+        """
+        progress = self.progress
+        skipped = progress.skipped_iterations - self._begun_skipped
+        if progress.skipped_in_a_row and 2 * skipped > progress.iteration - self._begun_at:
+            raise TrainingError(
+                f"the run ends at iteration {progress.iteration} after"
+                f" {progress.skipped_in_a_row} skipped iterations in a row. {self._way_back()}"
+            )
+
+    def _way_back(self) -> str:
+        return (
+            f"What the run has saved since may be of no use: {self.parts.checkpoints.last_good()}"
+            " (--ckpt-step loads an older one). Lower --lr, raise the warm-up, or leave bad data"
+            " out by --iterations-to-skip"
+        )
 
     def _report(self, outcome: Outcome, seconds: float) -> None:
         parts, progress = self.parts, self.progress
@@ -137,6 +186,8 @@ class Loop:
             zeros=outcome.zeros,
             seconds=seconds,
             skipped=outcome.skipped,
+            skipped_so_far=progress.skipped_iterations,
+            nan_so_far=progress.nan_iterations,
             runtime=parts.runtime,
         )
 
@@ -162,7 +213,7 @@ class Loop:
         if not requests.signal and interval is not None and number % interval == 0:
             self.save()
         reason = parts.watch.reason(requests, number, minutes=parts.watch.elapsed_minutes)
-        if reason is not None:
+        if reason is not None and number > 0:
             self.save()
         return reason
 
@@ -198,15 +249,18 @@ class Loop:
             return
         if self._validation is None:
             alone = self.config.training.skip_train
-            consumed = 0 if alone else self.progress.consumed_valid_samples
-            self._validation = self._stream("validation", 1, self.evaluation_sizes, consumed)
+            progress = self.progress
+            consumed = 0 if alone else progress.consumed_valid_samples
+            order = DataOrder() if alone else progress.valid_order
+            self._validation = self._stream("validation", 1, self.evaluation_sizes, consumed, order)
         result = self._evaluate(self._validation, where, "validation")
         self.progress.consumed_valid_samples += result.samples
 
     def test(self, where: str) -> None:
         """Evaluate the test set from its beginning, and print the block."""
         if self.parts.datasets[2] is not None:
-            self._evaluate(self._stream("test", 2, self.evaluation_sizes, 0), where, "test")
+            stream = self._stream("test", 2, self.evaluation_sizes, 0, DataOrder())
+            self._evaluate(stream, where, "test")
 
     def _evaluate(self, stream: BatchStream, where: str, kind: str) -> Evaluation:
         parts = self.parts
@@ -236,7 +290,18 @@ class Loop:
                 consumed=self.progress.consumed_train_samples,
                 kind=kind,
             )
+            self._check_losses(result.losses, f"{kind} at {where}")
         return result
+
+    def _check_losses(self, losses: Mapping[str, float], where: str) -> None:
+        """Count and name what is not finite: the steps have a bound of their own."""
+        bad = [f"{name} {value}" for name, value in losses.items() if not math.isfinite(value)]
+        if bad:
+            self.progress.nan_evaluations += 1
+            self.parts.console.last(
+                f"WARNING: {where}: {', '.join(bad)} is not finite"
+                f" ({self.progress.nan_evaluations} such evaluations so far)"
+            )
 
     @property
     def requests(self) -> Requests:
@@ -245,12 +310,16 @@ class Loop:
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _stream(self, split: str, index: int, sizes: Batches, consumed: int) -> BatchStream:
+    def _stream(
+        self, split: str, index: int, sizes: Batches, consumed: int, order: DataOrder
+    ) -> BatchStream:
         parts = self.parts
+        order.begin((sizes.micro, parts.mesh.data_parallel_size))
         return BatchStream(
             parts.datasets[index],
             split=split,
-            consumed=consumed,
+            consumed=consumed - order.start,
+            layout=(order.layout[0], order.layout[1]),
             micro_batch=sizes.micro,
             kind=self.config.data.dataloader_type or "single",
             mesh=parts.mesh,
@@ -263,7 +332,7 @@ class Loop:
         return Stepper(
             runtime=parts.runtime,
             schedule=parts.schedule,
-            rate_of=lambda schedule: rate_of(self.config, schedule),
+            rate_of=rate_of,
             forward_step=parts.forward_step,
             mesh=parts.mesh,
             watch=parts.watch,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,31 +22,26 @@ from torch import nn
 
 from megamuon.arguments import Config, ParsedConfig
 from megamuon.checkpoint import Ranks
-from megamuon.data.identity import describe_data
+from megamuon.data.summary import describe_data
 from megamuon.mesh import Mesh, initialise, mesh_from_environment
 from megamuon.metrics import Timers
 from megamuon.models import GPTConfig, flops_per_token
 from megamuon.optim import Schedule, ScheduleConfig
 from megamuon.runtime import Runtime
 from megamuon.training.builders import (
+    dataset_counts,
     grid,
     sample_counts,
     schedule_config,
     train_iterations,
 )
-from megamuon.training.checkpointing import (
-    Progress,
-    RunCheckpoints,
-    Source,
-    check_arguments,
-    find_source,
-    stored_cpu_dtype,
-)
+from megamuon.training.checkpointing import RunCheckpoints
 from megamuon.training.descriptions import describe_grid, describe_optimizer, describe_plan
 from megamuon.training.exits import ExitWatch
 from megamuon.training.failures import (
     DEBUG_LEVEL,
     EXIT_FAILURE,
+    INPUT_ERRORS,
     Phase,
     end_process,
     leave_group,
@@ -58,15 +53,24 @@ from megamuon.training.logging import (
     RunLog,
     print_config,
     set_logging_level,
-    write_config,
 )
 from megamuon.training.loop import Loop, Parts
 from megamuon.training.ns_dtype import choose_cpu_dtype
+from megamuon.training.outputs import claim_save_directory, run_identity, write_config
+from megamuon.training.progress import Progress
 from megamuon.training.reports import ForwardStep
 from megamuon.training.same_flags import check_same_flags
 from megamuon.training.sharded import ModelProvider, build_runtime
+from megamuon.training.source import (
+    Source,
+    check_arguments,
+    check_identity,
+    find_source,
+    stored_cpu_dtype,
+)
 
 DatasetsProvider = Callable[[Sequence[int]], tuple[Any, Any, Any]]
+IdentityProvider = Callable[[Sequence[int]], Mapping[str, Any]]
 AtEnd = Callable[[nn.Module], str | None]
 
 # Ranks draw different dropout masks; far apart, so that no two seeds of one run meet.
@@ -80,6 +84,7 @@ def pretrain(
     *,
     parsed: ParsedConfig,
     layers: Sequence[type[nn.Module]] | None = None,
+    identity_provider: IdentityProvider | None = None,
     at_end: AtEnd | None = None,
 ) -> int:
     """Train as ``parsed`` says and return the exit code: 0, 1 after a failure that was printed,
@@ -90,7 +95,9 @@ def pretrain(
     it is called on the meta device, and again for real where the model cannot fill its own weights
     (``initialise_(name, tensor, generator)``). ``forward_step(data_iterator, model)`` returns
     ``(output, loss_function)``; see ``training.reports``. ``layers``: classes of the layer
-    groups, else the model's ``layer_classes``.  ``at_end(model)`` is called on all ranks after
+    groups, else the model's ``layer_classes``.  ``identity_provider`` gets the same counts and
+    says, in JSON values by the names of ``arguments.resume.DIGESTS``, what tokenizer and data are;
+    a resume compares it.  ``at_end(model)`` is called on all ranks after
     the last evaluation; its text is printed.
 
     A process group that exists is used and left alone; otherwise one is made from the launcher's
@@ -117,6 +124,7 @@ def pretrain(
             phase=phase,
             started=started,
             layers=layers,
+            identities=identity_provider,
             at_end=at_end,
         )()
         code = 0
@@ -186,6 +194,7 @@ class _Run:
         phase: Phase,
         started: float,
         layers: Sequence[type[nn.Module]] | None,
+        identities: IdentityProvider | None,
         at_end: AtEnd | None,
     ) -> None:
         self.datasets_provider = datasets
@@ -196,8 +205,10 @@ class _Run:
         self.mesh = mesh
         self.phase = phase
         self.layers = layers
+        self.identities = identities
         self.at_end = at_end
         self.console = Console(mesh)
+        self.late: list[str] = []  # warnings that are printed below all other lines of the start
         self.watch = ExitWatch(self.config, started=started)
 
     def __call__(self) -> None:
@@ -206,14 +217,13 @@ class _Run:
         seed_everything(self.config, self.mesh.data_parallel_rank)
         print_config(self.config, self.parsed.notes, self.console)
         set_logging_level(self.config)
-        self.phase("writing the configuration")
-        write_config(self.config, self.mesh)
         ranks = Ranks.create()
         with self.watch.armed():
             parts = self._parts(ranks)
             try:
                 self._work(Loop(parts))
-                parts.checkpoints.finish()
+                self.phase("saving a checkpoint")
+                parts.checkpoints.check_saved(parts.progress)
                 # After a failure nothing is waited for: a peer may be gone.
                 self.phase("ending the collectives under way", 0)
                 parts.runtime.close()
@@ -249,23 +259,28 @@ class _Run:
     def _parts(self, ranks: Ranks) -> Parts:
         config, mesh = self.config, self.mesh
         self.phase("looking for a checkpoint")
-        source = find_source(config, ranks, self.console)
-        if source is not None:
-            check_arguments(config, source)
+        source = find_source(config, ranks, self.late.append)
+        new_order = source is not None and check_arguments(config, source, self._say)
+        run = run_identity(source, ranks)
+        claim_save_directory(config, source, ranks, self.late.append)
+        self.phase("writing the configuration")
+        write_config(config, mesh, self.late.append)
         self.phase("building the model")
         runtime = self._runtime(source)
         schedule = Schedule(_schedule(config))
-        checkpoints = RunCheckpoints(config, mesh, ranks, self.console)
+        checkpoints = RunCheckpoints(config, mesh, ranks, self.console, run=run)
         progress = Progress()
         if source is not None:
             self.phase("loading a checkpoint")
             unread = config.training.skip_train
             progress = checkpoints.resume(source, runtime, None if unread else schedule)
             checkpoints.last_saved = self._already_saved(source, progress)
+            progress.new_order(train=new_order, valid=new_order)
         self.phase("reading datasets")
-        datasets = self.datasets_provider(list(sample_counts(config, progress)))
+        checkpoints.identity = self._identify(source, progress, ranks)
+        datasets = self.datasets_provider(dataset_counts(config, progress))
         if mesh.rank == 0:
-            for line in describe_data(datasets):
+            for line in describe_data(datasets, checkpoints.identity):
                 self.console.first(line)
         sync = torch.cuda.synchronize if mesh.device.type == "cuda" else None
         level = config.logging.timing_log_level
@@ -283,6 +298,8 @@ class _Run:
             flops_per_token=flops,
         )
         checkpoints.event("Starting job")
+        for line in self.late:
+            self.console.first(line)
         return Parts(
             config=config,
             mesh=mesh,
@@ -299,6 +316,44 @@ class _Run:
             forward_step=self.forward_step,
             flops_per_token=flops,
         )
+
+    def _say(self, line: str) -> None:
+        """A line now; a warning also below all others."""
+        if line.startswith("WARNING"):
+            self.late.append(line)
+        else:
+            self.console.first(line)
+
+    def _identify(
+        self, source: Source | None, progress: Progress, ranks: Ranks
+    ) -> Mapping[str, Any]:
+        """What tokenizer and data are, as rank 0 reads them; compared with the checkpoint's where
+        the run goes on in them.
+        """
+        if self.identities is None:
+            return {}
+        identities, counts = self.identities, sample_counts(self.config, progress)
+
+        def identify() -> tuple[Mapping[str, Any], str]:
+            try:
+                return identities(counts), ""
+            except INPUT_ERRORS as error:  # building the datasets will say it on all ranks
+                return {}, str(error)
+
+        found, problem = ranks.first("identify the data", identify)
+        if problem:
+            self.late.append(f"WARNING: the data cannot be compared with a checkpoint's: {problem}")
+        if source is None or source.weights_only or self.config.training.skip_train:
+            return found
+        changed = check_identity(self.config, source, found, self._say)
+        progress.new_order(train="training data" in changed, valid="validation data" in changed)
+        order = progress.train_order
+        if not order.requests and progress.consumed_train_samples > order.start:
+            self.late.append(
+                f"WARNING: {source} does not say how many samples its data was put in order for:"
+                " that of the present flags is taken, and is another one if the length changed"
+            )
+        return found
 
     def _already_saved(self, source: Source, progress: Progress) -> int | None:
         """A run that has nothing left to do need not write its checkpoint again."""

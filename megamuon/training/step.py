@@ -3,8 +3,8 @@
 Owns the order of these and what a bad step means.  Invariants: whether a step is applied is
 decided from reduced numbers, so all ranks decide alike; a loss that is not finite anywhere skips
 the step before the optimizer sees a gradient; the schedule advances by the global batch after a
-step that was applied, and never otherwise; a signal that arrives between micro-batches takes
-effect at the step's end, when the step is whole on all ranks. Tested by
+step that was applied, and never otherwise; a signal that arrives between micro-batches drops the
+step, as if it had not begun, on all ranks at the same micro-batch. Tested by
 ``tests/training/test_loop.py`` and ``tests/distributed/test_pretrain_ranks.py``.
 """
 
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megamuon.checkpoint import capture_rng, restore_rng
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.metrics import Timers
 from megamuon.optim import Schedule
 from megamuon.runtime import Runtime
-from megamuon.training.exits import ExitWatch, Requests
+from megamuon.training.exits import ExitWatch, Pacer, Requests
 from megamuon.training.failures import Phase
 from megamuon.training.reports import ForwardStep, Sums, micro_batch_loss
 
@@ -38,6 +39,7 @@ class Outcome:
     gradient_norm: float | None = None
     zeros: int | None = None  # zero elements of the gradients, where asked for
     skipped: bool = False
+    dropped: bool = False  # a signal came in the middle: nothing has happened
     problem: str | None = None  # why it was skipped, for the log
     requests: Requests = field(default_factory=Requests)
 
@@ -73,6 +75,7 @@ class Stepper:
         self.global_batch = global_batch
         self.reduce_once = reduce_once  # --gradient-reduction step
         self.empty_cache = empty_cache
+        self.pacer = Pacer(watch, mesh, limit=micro_batches)
 
     def skip(self, batches: Iterator[Any]) -> Outcome:
         """Consume the data of an iteration without training on it."""
@@ -88,12 +91,17 @@ class Stepper:
     def __call__(self, batches: Iterator[Any]) -> Outcome:
         """One iteration."""
         sums = Sums()
+        interruptible = self.watch.signal_name is not None and self.micro_batches > 1
+        random_state = capture_rng() if interruptible else None
         with self.timers.time("forward-backward", 1):
             for index in range(self.micro_batches):
                 last = index == self.micro_batches - 1
                 waits = self.reduce_once and not last
                 with self.runtime.accumulate() if waits else nullcontext():
                     self._micro_batch(batches, sums)
+                requests = Requests() if last else self.pacer.between()
+                if requests.signal:
+                    return self._drop(requests, random_state)
         if self.empty_cache and self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
         self.phase("averaging the loss")
@@ -105,6 +113,14 @@ class Stepper:
         if bad_ranks:
             return self._refuse(losses, bad_ranks, requests)
         return self._update(losses, requests)
+
+    def _drop(self, requests: Requests, random_state: dict[str, Any] | None) -> Outcome:
+        """Undo a step that has not come to its end: a resume makes it from its start."""
+        self.phase("dropping a step that a signal cut short")
+        self.runtime.clear_gradients()
+        if random_state is not None:
+            restore_rng(random_state)
+        return Outcome(dropped=True, requests=requests)
 
     def _micro_batch(self, batches: Iterator[Any], sums: Sums) -> None:
         self.phase("forward")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megamuon.checkpoint.manifest import write_manifest
 from megamuon.checkpoint.retention import (
     clean_stale,
     make_partial,
@@ -79,13 +80,21 @@ def test_retention_deletes_the_previous_unless_multiple_link_or_release(tmp_path
     for number in (100, 150, 200, 250):
         _made(tmp_path, f"iter_{number:07d}")
     (tmp_path / "iter_0000350").symlink_to(tmp_path / "iter_0000250")
-    retain(tmp_path, 150, 200, None)
-    retain(tmp_path, None, 100, 100)
-    retain(tmp_path, "release", 100, 100)
-    retain(tmp_path, 100, 150, 100)
-    retain(tmp_path, 150, 150, 100)
-    retain(tmp_path, 350, 400, 100)
-    retain(tmp_path, 175, 200, 100)  # already gone
+    retain(tmp_path, [150], 200, None)
+    retain(tmp_path, [], 100, 100)
+    retain(tmp_path, ["release"], 100, 100)
+    retain(tmp_path, [100], 150, 100)
+    retain(tmp_path, [150], 150, 100)
+    retain(tmp_path, [350], 400, 100)
+    retain(tmp_path, [175], 200, 100)  # already gone
+    retain(tmp_path, [150], 200, 100, run="another")
     assert len(_names(tmp_path)) == 5
-    retain(tmp_path, 150, 200, 100)
-    assert _names(tmp_path) == [f"iter_{n:07d}" for n in (100, 200, 250, 350)]
+    retain(tmp_path, [100, 150, 250], 200, 100)
+    assert _names(tmp_path) == [f"iter_{n:07d}" for n in (100, 200, 350)]
+
+
+def test_retention_deletes_only_what_the_same_run_saved(tmp_path: Path) -> None:
+    for number, run in ((1, "a"), (2, "b"), (3, None)):
+        write_manifest(_made(tmp_path, f"iter_{number:07d}"), number, 1, [], [], run=run)
+    retain(tmp_path, [1, 2, 3], 4, 100, run="a")
+    assert _names(tmp_path) == ["iter_0000002", "iter_0000003"]

@@ -317,7 +317,14 @@ def test_a_background_error_is_raised_by_the_next_call(
 def test_one_save_at_a_time_and_retention(tmp_path: Path) -> None:
     run = Checkpoints(tmp_path)
     for iteration in (50, 100, 150, 200):
-        run.save(iteration, _pieces(), documents=DOCUMENTS, asynchronous=True, retain_interval=100)
+        run.save(
+            iteration,
+            _pieces(),
+            documents=DOCUMENTS,
+            asynchronous=True,
+            retain_interval=100,
+            retired=[iteration - 50],
+        )
     run.wait()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000100", "iter_0000200", TRACKER]
 

@@ -61,6 +61,29 @@ def test_resume_is_a_skip(kind: str, sharding: bool) -> None:
         assert batches("cyclic", 20, 30, rank, 3, data_sharding=sharding) == whole[5:8]
 
 
+def steps(spec: dict[str, Any], total: int, count: int) -> list[list[int]]:
+    """Samples of ``count`` micro-steps over all ranks, rank after rank."""
+    ranks = []
+    for rank in range(spec["data_parallel_size"]):
+        made = SamplerSpec(kind="cyclic", data_parallel_rank=rank, **spec)
+        ranks.append(list(islice(build_sampler(total, made), count)))
+    return [[i for rank in ranks for i in rank[step]] for step in range(count)]
+
+
+@pytest.mark.parametrize("sharding", [True, False])
+@pytest.mark.parametrize(("micro", "ranks"), [(4, 1), (1, 4), (2, 4), (3, 2), (5, 1), (2, 2)])
+def test_cyclic_repeats_nothing_on_other_ranks(sharding: bool, micro: int, ranks: int) -> None:
+    """64 samples begun as 2 x 2: the order of a run that never changed, whoever draws it."""
+    first = {"micro_batch_size": 2, "data_parallel_size": 2, "data_sharding": sharding}
+    order = [i for step in steps(first, 64, 64) for i in step]
+    assert sorted(order[:64]) == sorted(order[64:128]) == list(range(64))
+    for consumed in (24, 28, 62, 100):
+        layout = {"micro_batch_size": micro, "data_parallel_size": ranks, "layout": (2, 2)}
+        moved = {**layout, "data_sharding": sharding, "consumed_samples": consumed}
+        drawn = [i for step in steps(moved, 64, 80 // (micro * ranks)) for i in step]
+        assert drawn == order[consumed : consumed + len(drawn)]
+
+
 def test_length_of_single() -> None:
     made = SingleSampler(
         total_samples=14,
@@ -79,12 +102,12 @@ def test_errors() -> None:
         batches("external", 14, 0, 0, 1)
     with pytest.raises(ValueError, match="5 samples are fewer than one step of 6"):
         batches("cyclic", 5, 0, 0, 1)
-    with pytest.raises(ValueError, match="not a multiple of 6"):
-        batches("cyclic", 20, 3, 0, 1)
     with pytest.raises(ValueError, match="rank 3"):
         batches("single", 14, 0, 3, 1)
     with pytest.raises(ValueError, match="--micro-batch-size 0"):
         SamplerSpec(micro_batch_size=0)
+    with pytest.raises(ValueError, match=r"layout \(2, 0\)"):
+        SamplerSpec(micro_batch_size=2, layout=(2, 0))
     with pytest.raises(ValueError, match="no samples"):
         build_sampler(0, SamplerSpec(micro_batch_size=1))
     assert isinstance(

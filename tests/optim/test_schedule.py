@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -132,7 +134,49 @@ def test_state_has_megatrons_keys() -> None:
         "end_wd": 0.01,
         "wd_incr_style": "constant",
         "wd_incr_steps": 0,
+        "lr_warmup_init": 1e-6,
+        "lr_wsd_decay_style": "exponential",
+        "lr_wsd_decay_steps": None,
+        "decoupled_lr": None,
+        "decoupled_min_lr": None,
     }
+
+
+# A second value for every field: a field without one here, or that the state lacks, fails.
+ANOTHER = {
+    "max_lr": 1e-3,
+    "min_lr": 1e-6,
+    "init_lr": 1e-7,
+    "warmup_steps": 50,
+    "decay_steps": 1200,
+    "style": "linear",
+    "wsd_style": "minus_sqrt",
+    "wsd_steps": 60,
+    "start_wd": 0.02,
+    "end_wd": 0.5,
+    "wd_style": "linear",
+    "wd_steps": 500,
+    "decoupled_lr": 2e-3,
+    "decoupled_min_lr": 1e-5,
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ScheduleConfig)])
+def test_every_field_is_saved_compared_and_settled(name: str) -> None:
+    common = {"style": "WSD", "wsd_steps": 40, "wd_style": "cosine", "wd_steps": 400}
+    common |= {"end_wd": 0.1}
+    old = schedule(**common)
+    old.advance(320)
+    new = {**common, name: ANOTHER[name]}
+    stored = json.loads(json.dumps(old.state_dict()))
+    with pytest.raises(ValueError, match=r"is .* in the checkpoint and .*--override-opt_param"):
+        schedule(**new).load_state_dict(stored)
+    kept = schedule(**new)
+    kept.load_state_dict(stored, mode="override")
+    assert (kept.config, kept.num_steps) == (schedule(**new).config, 320)
+    taken = schedule(**new)
+    taken.load_state_dict(stored, mode="use_checkpoint")
+    assert (taken.config, taken.num_steps) == (old.config, 320)
 
 
 def test_resume() -> None:
@@ -162,6 +206,9 @@ def test_resume_with_another_configuration() -> None:
     assert stored.state_dict() == state
     with pytest.raises(ValueError, match="lacks lr_decay_steps"):
         schedule().load_state_dict({k: v for k, v in state.items() if k != "lr_decay_steps"})
+    older = schedule()
+    older.load_state_dict({"num_steps": 320}, mode="override")
+    assert older.num_steps == 320
     with pytest.raises(ValueError, match="'force'"):
         schedule().load_state_dict(state, mode="force")  # type: ignore[arg-type]
 

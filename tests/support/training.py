@@ -137,6 +137,7 @@ def train(words: Sequence[str], forward_step: Any = None) -> int:
     from megamuon.models import GPT
     from megamuon.training import (
         build_datasets,
+        data_identities,
         model_config,
         parse_command_line,
         pretrain,
@@ -151,6 +152,7 @@ def train(words: Sequence[str], forward_step: Any = None) -> int:
         lambda pre_process, post_process: GPT(model_config(parsed.config, tokenizer)),
         forward_step or pretrain_gpt.forward_step,
         parsed=parsed,
+        identity_provider=lambda samples: data_identities(parsed.config, tokenizer, samples),
     )
 
 

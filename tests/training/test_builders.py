@@ -27,8 +27,8 @@ from megamuon.training.builders import (
     train_iterations,
     vocabulary_rows,
 )
-from megamuon.training.checkpointing import Progress
 from megamuon.training.failures import TrainingError
+from megamuon.training.progress import Progress
 from tests.support.training import flags
 
 
@@ -268,15 +268,20 @@ def test_defaults_of_the_flags_are_those_of_the_optimizers() -> None:
 
 def test_decoupled_learning_rate() -> None:
     config = config_of(lr_decay_style="linear", decoupled_lr=4e-2, min_lr=2e-3)
-    schedule = Schedule(schedule_config(config))
-    schedule.advance(6)  # half of six steps of two samples
-    rate = rate_of(config, schedule)
+
+    def started(config: Config) -> Schedule:
+        schedule = Schedule(schedule_config(config))
+        schedule.advance(6)  # half of six steps of two samples
+        return schedule
+
+    schedule = started(config)
+    rate = rate_of(schedule)
     matrix, table, head = (parameter(kind) for kind in (Kind.MATRIX, Kind.EMBEDDING, Kind.HEAD))
     assert rate(matrix) == pytest.approx((1e-2 + 2e-3) / 2)
     assert rate(table) == rate(head) == pytest.approx((4e-2 + 2e-3) / 2)
     floor = config_of(lr_decay_style="linear", decoupled_lr=4e-2, decoupled_min_lr=0.0)
-    assert rate_of(floor, schedule)(table) == pytest.approx(2e-2)
-    assert rate_of(config_of(), Schedule(schedule_config(config_of())))(head) == 1e-2
+    assert rate_of(started(floor))(table) == pytest.approx(2e-2)
+    assert rate_of(Schedule(schedule_config(config_of())))(head) == 1e-2
 
 
 def parameter(kind: Kind) -> LogicalParameter:

@@ -15,9 +15,10 @@ from megamuon.mesh import Mesh
 from megamuon.models import PRESETS
 from megamuon.ownership import OwnershipPlan
 from megamuon.training import read_checkpoint_args
-from megamuon.training.checkpointing import RunCheckpoints, Source
+from megamuon.training.checkpointing import RunCheckpoints
 from megamuon.training.failures import TrainingError
 from megamuon.training.logging import Console
+from megamuon.training.source import Source
 from tests.support.training import (
     Recorded,
     documents,
@@ -299,8 +300,10 @@ def test_retain_interval_and_a_failed_save(
         return losses
 
     blocked = flags(**QUICK, train_iters=2, save=tmp_path / "no", save_failure="warn")
-    assert train(blocked, Recorded(block)) == 0
-    assert "going on (--save-failure warn)" in capsys.readouterr().out
+    assert train(blocked, Recorded(block)) == 1  # went on, and could not save its last state either
+    said = capsys.readouterr()
+    assert "going on (--save-failure warn; 1 in a row, 1 in all)" in said.out
+    assert "error: the run ends at iteration 2 and its state could not be saved" in said.err
     (tmp_path / "no").unlink()
     blocked[blocked.index("warn")] = "fatal"
     assert train(blocked, Recorded(block)) == 1

@@ -105,6 +105,7 @@ WITH: dict[Any, dict[str, Any]] = {
     "use_checkpoint_args": RESUME,
     "async_save": SAVE,
     "log_progress": SAVE,
+    "reuse_save_directory": SAVE,
     "save_failure": SAVE,
     "log_timers_to_tensorboard": SCALARS,
     "log_memory_to_tensorboard": SCALARS,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamuon.training import exits
 from tests.support.training import LOG_LINE, Recorded, documents, flags, train
 
 
@@ -194,8 +195,13 @@ def test_exit_duration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("training", [True, False])
 def test_a_signal_saves_and_leaves_with_code_0(
-    training: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    training: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(exits, "POLL_SECONDS", 0.0)  # after every micro-batch
+
     def interrupt(call: int, in_training: bool, losses: Tensor) -> Tensor:
         if in_training is training and call == (3 if training else 1):
             os.kill(os.getpid(), signal.SIGTERM)  # in the middle of an accumulation, or evaluation
@@ -215,9 +221,12 @@ def test_a_signal_saves_and_leaves_with_code_0(
     assert train(words, step) == 0
     text = capsys.readouterr().out
     assert "exiting program after receiving SIGTERM." in text
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
-    # Two micro-batches make a batch of evaluation; the second and third batch were left out.
-    assert step.calls[False] == (0 if training else 2)
+    tracked = (tmp_path / "latest_checkpointed_iteration.txt").read_text()
+    assert tracked == ("1" if training else "2")
+    assert ("iteration 2 was cut short and dropped" in text) == training
+    # Two micro-batches make a batch; what came after the signal was left out.
+    assert step.calls[True] == (3 if training else 4)
+    assert step.calls[False] == (0 if training else 1)
     if not training:
         assert "validation at iteration 2 was cut short" in text
     assert signal.getsignal(signal.SIGTERM) is before
