@@ -2,8 +2,8 @@
 
 Owns the classes of errors that need no traceback, the phase that a rank is in, and the last words
 of a rank whose peers are gone.  Invariants: every failure ends with a non-zero exit code on every
-rank; no rank waits for a peer that has left; a line that several ranks would print alike is
-printed once. Tested by ``tests/training/test_failures.py`` and
+rank; no rank waits for a peer that has left, and it repeats what that one said; a line that several
+ranks would print alike is printed once. Tested by ``tests/training/test_failures.py`` and
 ``tests/distributed/test_pretrain_failures.py``.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -40,6 +41,10 @@ TRACEBACK_VARIABLE = "MEGAMUON_TRACEBACK"
 DEBUG_LEVEL = 10  # --logging-level at or below which tracebacks are shown
 DESTROY_SECONDS = 10.0
 LOOK_UP_SECONDS = 5.0  # patience of a rank that asks whether another has said its line
+CAUSE_SECONDS = (
+    0.3  # patience of a rank that asks why another has left; that one spoke before it did
+)
+CAUSE_LENGTH = 300  # characters of its line that are repeated
 LINGER_SECONDS = 3.0  # how long the rank that hosts the store stays for such questions
 
 
@@ -82,6 +87,7 @@ LOST = (
 
 LOST_CONTACT = "lost contact with the other ranks"
 ANSWERED = "megamuon/failure/answered"  # ranks that know whether their line has been said
+CAUSE = "megamuon/failure/cause"  # the line of the first rank that failed by itself
 
 
 class Phase:
@@ -131,13 +137,60 @@ def describe(error: BaseException, phase: Phase) -> tuple[str, bool]:
 def report(error: BaseException, phase: Phase, *, debug: bool = False) -> None:
     """Print the failure on standard error, once where several ranks fail alike."""
     line, unknown = describe(error, phase)
-    # What only this rank can say is not looked up: the store may have died with its rank, and torch
-    # would print the stack of the failed look-up.
-    if LOST_CONTACT not in line and not unknown and _said_elsewhere(line):
-        return
+    if LOST_CONTACT in line:
+        line += _cause()
+    else:
+        _tell(line)
+        if not unknown and _said_elsewhere(line):
+            return
     if unknown or debug or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         line = "".join(traceback.format_exception(error)) + line
     write_line(line, sys.stderr)
+
+
+def forget_cause() -> None:
+    """Before a run in a process group that may have seen another one fail."""
+    with contextlib.suppress(Exception):
+        dist.distributed_c10d._get_default_store().delete_key(CAUSE)
+
+
+def _tell(line: str) -> None:
+    """Leave ``line`` for the ranks that are about to lose this one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        if _answers(store) and not store.check([CAUSE]):
+            store.set(CAUSE, line.splitlines()[0][:CAUSE_LENGTH])
+
+
+def _cause() -> str:
+    """What the rank that is gone has said, to be appended; empty where it did not say anything."""
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        end = time.monotonic() + CAUSE_SECONDS
+        while _answers(store):
+            if store.check([CAUSE]):
+                return f" ({store.get(CAUSE).decode()})"
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+    return ""
+
+
+def _answers(store: dist.Store) -> bool:
+    """Whether the store is alive.  Torch prints a stack when it asks one that died with its rank,
+    so a connection of our own is tried before.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return True
+    try:
+        socket.create_connection((store.host, store.port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _said_elsewhere(line: str) -> bool:

@@ -44,6 +44,7 @@ from megamuon.training.failures import (
     INPUT_ERRORS,
     Phase,
     end_process,
+    forget_cause,
     leave_group,
     linger,
     report,
@@ -115,6 +116,8 @@ def pretrain(
             phase("joining the process group")
             minutes = parsed.config.distributed.distributed_timeout_minutes
             initialise(mesh, timeout_minutes=minutes)
+        else:
+            forget_cause()
         _Run(
             train_valid_test_datasets_provider,
             model_provider,

@@ -16,6 +16,7 @@ import pytest
 from torch import Tensor
 
 from megamuon.data.indexed import IndexedDatasetBuilder
+from megamuon.runtime.pool import PoolConflictError
 from tests.support.ranks import run_ranks_outcomes
 from tests.support.training import ROOT, Recorded, flags, train, use_launcher_variables
 
@@ -45,6 +46,28 @@ def test_a_killed_rank_ends_the_others_with_one_line(tmp_path: Path) -> None:
         assert "Traceback" not in outcomes[rank].output
     # Nothing is lost: the last checkpoint is whole and named.
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+def raises(rank: int, world: int) -> int:
+    use_launcher_variables(rank, world)
+
+    def fail(call: int, training: bool, losses: Tensor) -> Tensor:
+        if rank == 1 and call == 4:
+            raise PoolConflictError
+        return losses
+
+    return train(flags(eval_iters=0), Recorded(fail))
+
+
+def test_an_exception_on_one_rank_is_heard_by_the_others() -> None:
+    """With the symmetric pool open, and an error without a text."""
+    outcomes = run_ranks_outcomes(raises, 2, grace=60.0)
+    own = "rank 1 failed during loss of iteration 4: PoolConflictError: PoolConflictError"
+    assert [outcome.value for outcome in outcomes] == [1, 1]
+    assert own in outcomes[1].output
+    (heard,) = [line for line in outcomes[0].output.splitlines() if "lost contact" in line]
+    assert heard.startswith("rank 0 lost contact with the other ranks during ")
+    assert heard.endswith(f"({own})")
 
 
 def launch(words: list[str], world: int, timeout: float = 90.0) -> list[tuple[int, str]]:

@@ -112,7 +112,7 @@ def test_another_world_size_and_zero_stage_follow_the_same_curve(
     world: int, folder: Path, started: list[dict[str, Any]]
 ) -> None:
     """Dropout draws differ between sizes, so the curve is compared without it."""
-    plain = {"hidden_dropout": 0.0}
+    plain = {"hidden_dropout": 0.0, "override_checkpoint_args": "hidden_dropout"}
     results = run_ranks(other_size, world, folder, plain)
     assert results[-1]["code"] == 0
     assert "made now" in results[0]["text"]

@@ -305,6 +305,10 @@ def test_retain_interval_and_a_failed_save(
     assert "going on (--save-failure warn; 1 in a row, 1 in all)" in said.out
     assert "error: the run ends at iteration 2 and its state could not be saved" in said.err
     (tmp_path / "no").unlink()
+    many = [*blocked, "--train-iters", "9", "--save-interval", "1", "--max-failed-saves", "2"]
+    assert train(many, Recorded(block)) == 1
+    assert "error: 2 saves in a row have failed (--max-failed-saves)" in capsys.readouterr().err
+    (tmp_path / "no").unlink()
     blocked[blocked.index("warn")] = "fatal"
     assert train(blocked, Recorded(block)) == 1
 
@@ -327,3 +331,45 @@ def test_checkpoint_arguments_fill_the_model(saved: Path, tmp_path: Path) -> Non
     step = Recorded()
     assert train(words, step) == 0
     assert len(step.losses) == 4  # iterations 5 and 6
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_newest_checkpoint_that_a_step_followed_is_kept(
+    asynchronous: bool, tmp_path: Path
+) -> None:
+    words = flags(**{**QUICK, "save_interval": 1}, save=tmp_path, async_save=asynchronous)
+    words += ["--save-retain-interval", "4", "--train-iters", "7"]
+    assert train(words) == 0
+    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert kept == ["iter_0000004", "iter_0000006", "iter_0000007"]
+    assert documents(tmp_path, 7)["counters"]["last_good_iteration"] == 6
+
+
+def test_every_field_of_the_schedule_is_compared_through_the_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wsd = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4, "lr_warmup_iters": 2}
+    wsd |= {"lr_warmup_init": 1e-5, "decoupled_lr": 5e-3, "decoupled_min_lr": 1e-4}
+    shared = {**QUICK, "train_iters": 8, "lr_wsd_decay_style": "linear", **wsd}
+    assert train(flags(**shared, save=tmp_path, exit_interval=5)) == 0
+    changes = {"lr_wsd_decay_iters": 6, "lr_wsd_decay_style": "cosine", "lr_warmup_init": 1e-4}
+    changes |= {"decoupled_lr": 6e-3, "decoupled_min_lr": 1e-5}
+    resume = {**shared, "save_interval": None, "load": tmp_path}
+    capsys.readouterr()
+    assert train(flags(**{**resume, **changes})) == 1
+    error = capsys.readouterr().err
+    for part in (
+        "lr_wsd_decay_steps is 8 in the checkpoint and 12 in",
+        "lr_wsd_decay_style is 'linear' in the checkpoint and 'cosine' in",
+        "lr_warmup_init is 1e-05 in the checkpoint and 0.0001 in",
+        "decoupled_lr is 0.005 in the checkpoint and 0.006 in",
+        "decoupled_min_lr is 0.0001 in the checkpoint and 1e-05 in",
+    ):
+        assert part in error
+    plain, taken = Recorded(), Recorded()
+    assert train(flags(**resume), plain) == 0
+    # A command line without a word of WSD takes all of it from the checkpoint.
+    none = dict.fromkeys(wsd, None) | {"lr_wsd_decay_style": None, "lr_decay_style": "constant"}
+    words = [*flags(**{**resume, **none}), "--use-checkpoint-opt_param-scheduler"]
+    assert train(words, taken) == 0
+    assert taken.losses == plain.losses

@@ -59,3 +59,35 @@ def test_order_of_reasons() -> None:
 def test_duration() -> None:
     assert not watch(exit_duration_in_mins=1).poll(ALONE).expired
     assert watch(time.monotonic() - 61.0, exit_duration_in_mins=1).poll(ALONE).expired
+
+
+def test_ranks_ask_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(exits.time, "monotonic", lambda: clock[0])
+    config = parse_config(flags(exit_signal_handler=True), presets=PRESETS, world_size=1).config
+    watch = ExitWatch(config)
+    asked: list[int] = []
+    poll = watch.poll_with
+    monkeypatch.setattr(watch, "poll_with", lambda *a: (asked.append(len(waits)), poll(*a))[1])
+    pacer = Pacer(watch, mesh(), limit=50)
+    waits: list[float] = []
+    for seconds in [0.1] * 25 + [3.0] * 4:  # micro-batches become slow
+        clock[0] += seconds
+        waits.append(seconds)
+        assert not pacer.between().any
+    # The first, then every ten; one late, since the pace was another; then every one.
+    assert asked == [1, 11, 21, 31][:3] + [len(waits)] * 0 + asked[3:]
+    assert pacer.every in (1, 2, 10)
+    watch._received = True
+    for _ in range(10):
+        found = pacer.between()
+        if found.any:
+            break
+    assert found.signal
+
+
+def test_without_a_flag_nobody_asks() -> None:
+    config = parse_config(flags(), presets=PRESETS, world_size=1).config
+    pacer = Pacer(ExitWatch(config), mesh(), limit=4)
+    pacer.watch._received = True
+    assert not any(pacer.between().any for _ in range(9))

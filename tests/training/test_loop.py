@@ -167,6 +167,65 @@ def test_a_loss_that_is_not_finite_skips_the_step_before_the_optimizer(
     assert documents(tmp_path / "a", 2)["schedule"]["num_steps"] == 2
 
 
+def test_too_many_skipped_steps_in_a_row_end_the_run_and_keep_what_was_good(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A learning rate that ruins the weights in one step, after two good ones."""
+    shared = {"eval_iters": 0, "save": tmp_path, "save_interval": 1, "train_iters": 40}
+    shared |= {"save_retain_interval": 100, "clip_grad": 0}
+    assert train(flags(**shared, exit_interval=2)) == 0
+    ruin = flags(**{**shared, "lr": 1e18}, load=tmp_path, max_skipped_iterations=5)
+    ruin += ["--override-opt_param-scheduler"]
+    capsys.readouterr()
+    assert train(ruin) == 1
+    said = capsys.readouterr()
+    (error,) = said.err.splitlines()
+    assert error.startswith("error: 5 iterations in a row were skipped (--max-skipped-iterations 5")
+    assert f"the last good checkpoint is iteration 2 in {tmp_path} (--ckpt-step" in error
+    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert kept == ["iter_0000002", "iter_0000007"]  # the ruined one of the last save, and the good
+    lines = list(LOG_LINE.finditer(said.out))
+    assert len(lines) == 6  # one step was made
+    totals = [line.group().partition("skipped so far: ")[2][:1] for line in lines]
+    assert totals == ["", "1", "2", "3", "4", "5"]
+    assert documents(tmp_path, 7)["counters"]["skipped_in_a_row"] == 4
+    # A new launch goes on counting, and still knows the good one.
+    assert train(ruin) == 1
+    assert "5 iterations in a row" in (again := capsys.readouterr().err)
+    assert f"the last good checkpoint is iteration 2 in {tmp_path}" in again
+
+
+def test_a_run_that_ends_in_skipped_steps_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = flags(lr=1e18, clip_grad=0, train_iters=6, save=tmp_path, save_interval=2)
+    assert train(words) == 1
+    error = capsys.readouterr().err
+    assert "error: the run ends at iteration 6 after 5 skipped iterations in a row." in error
+    assert "no checkpoint of this run is known to be good" in error
+
+
+def test_an_evaluation_that_is_not_finite_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(call: int, training: bool, losses: Tensor) -> Tensor:
+        return losses if training else losses * math.nan
+
+    assert train(flags(train_iters=2, eval_interval=1, eval_iters=1), Recorded(broken)) == 0
+    text = capsys.readouterr().out
+    assert "WARNING: validation at iteration 1: lm loss nan is not finite (1 such" in text
+    assert "(4 such evaluations so far)" in text  # two, and validation and test at the end
+
+
+def test_a_progress_file_that_cannot_be_written_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "progress.txt").mkdir()
+    words = flags(train_iters=2, eval_iters=0, save=tmp_path, save_interval=2, log_progress=True)
+    assert train(words) == 0
+    text = capsys.readouterr().out
+    assert text.count("WARNING: --log-progress: [Errno 21]") == 2
+    assert documents(tmp_path, 2)["counters"]["failed_saves"] == 0
+
+
 def test_accumulation_once_per_step_equals_every_micro_batch() -> None:
     each, once = Recorded(), Recorded()
     shared = {"global_batch_size": 6, "fp64": True, "train_iters": 4, "eval_iters": 0}
