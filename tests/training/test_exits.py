@@ -6,12 +6,14 @@ import os
 import signal
 import time
 
+import pytest
 import torch
 
 from megamuon.arguments import parse_config
 from megamuon.mesh import Mesh
 from megamuon.models import PRESETS
-from megamuon.training.exits import ExitWatch, Requests
+from megamuon.training import exits
+from megamuon.training.exits import ExitWatch, Pacer, Requests
 from tests.support.training import flags
 
 ALONE = Mesh(
@@ -62,32 +64,34 @@ def test_duration() -> None:
 
 
 def test_ranks_ask_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [0.0]
+    clock, asked, done = [0.0], [], 0
     monkeypatch.setattr(exits.time, "monotonic", lambda: clock[0])
-    config = parse_config(flags(exit_signal_handler=True), presets=PRESETS, world_size=1).config
-    watch = ExitWatch(config)
-    asked: list[int] = []
-    poll = watch.poll_with
-    monkeypatch.setattr(watch, "poll_with", lambda *a: (asked.append(len(waits)), poll(*a))[1])
-    pacer = Pacer(watch, mesh(), limit=50)
-    waits: list[float] = []
-    for seconds in [0.1] * 25 + [3.0] * 4:  # micro-batches become slow
+    watched = watch(exit_signal_handler=True)
+    pacer, poll = Pacer(watched, ALONE, limit=50), watched.poll_with
+
+    def counted(mesh: Mesh, number: float) -> tuple[Requests, float]:
+        asked.append(done)
+        return poll(mesh, number)
+
+    monkeypatch.setattr(watched, "poll_with", counted)
+    for seconds in [0.125] * 20 + [4.0] * 7:  # micro-batches become slow
         clock[0] += seconds
-        waits.append(seconds)
+        done += 1
         assert not pacer.between().any
-    # The first, then every ten; one late, since the pace was another; then every one.
-    assert asked == [1, 11, 21, 31][:3] + [len(waits)] * 0 + asked[3:]
-    assert pacer.every in (1, 2, 10)
-    watch._received = True
-    for _ in range(10):
-        found = pacer.between()
-        if found.any:
-            break
-    assert found.signal
+    assert asked == [1, 9, 17, 25, 26, 27]
+    watched._received = True
+    assert pacer.between().signal
+
+
+def test_no_more_than_a_step_passes_without_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exits.time, "monotonic", lambda: 0.0)
+    pacer = Pacer(watch(exit_signal_handler=True), ALONE, limit=50)
+    pacer.between()
+    assert pacer.every == 50
 
 
 def test_without_a_flag_nobody_asks() -> None:
-    config = parse_config(flags(), presets=PRESETS, world_size=1).config
-    pacer = Pacer(ExitWatch(config), mesh(), limit=4)
-    pacer.watch._received = True
+    watched = watch()
+    watched._received = True
+    pacer = Pacer(watched, ALONE, limit=4)
     assert not any(pacer.between().any for _ in range(9))
