@@ -29,6 +29,7 @@ from megamuon.console import run_script  # noqa: E402
 from megamuon.data.corpus import CorpusOptions, find_files  # noqa: E402
 from megamuon.data.corpus_streams import COMPRESSED, first_line  # noqa: E402
 from megamuon.data.corpus_writer import Progress, write_corpus  # noqa: E402
+from megamuon.data.indexed import bin_path, idx_path  # noqa: E402
 from megamuon.data.tokenizer import TOKENIZER_TYPES, build_tokenizer  # noqa: E402
 
 
@@ -76,6 +77,9 @@ def parser() -> argparse.ArgumentParser:
     output = made.add_argument_group("output")
     output.add_argument(
         "--output-prefix", required=True, help="files are PREFIX_{key}_document.bin and .idx"
+    )
+    output.add_argument(
+        "--overwrite", action="store_true", help="replace a dataset that has these names"
     )
     output.add_argument("--workers", type=int, default=1, help="processes that encode")
     output.add_argument(
@@ -135,6 +139,17 @@ def total_size(inputs: Sequence[str], options: CorpusOptions) -> int | None:
     return sum(Path(file).stat().st_size for file in files)
 
 
+def check_new(prefix: str, keys: Sequence[str], *, overwrite: bool) -> None:
+    """Raise ValueError where a dataset would be replaced that runs may be trained on."""
+    paths = [of(f"{prefix}_{key}_document") for key in keys for of in (bin_path, idx_path)]
+    there = [path for path in paths if path.exists()]
+    if there and not overwrite:
+        raise ValueError(
+            f"--output-prefix {prefix}: {there[0]} exists; give another prefix, or --overwrite to"
+            " replace it"
+        )
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Do the work and return the figures that are printed."""
     # Workers are the parallelism; a tokenizer's own threads would fight them.
@@ -157,6 +172,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         workers=args.workers,
         partitions=args.partitions,
     )
+    check_new(args.output_prefix, options.json_keys, overwrite=args.overwrite)
     start = time.monotonic()
     size = total_size(args.input, options) if sys.stderr.isatty() else None
     display = Display(size, args.log_interval)

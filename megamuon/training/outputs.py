@@ -56,9 +56,12 @@ def claim_save_directory(config: Config, source: Source | None, ranks: Ranks, wa
             " (--reuse-save-directory)"
         )
         return
+    load = f"--load {directory}"
+    if flags.load is not None and os.path.realpath(flags.load) == os.path.realpath(directory):
+        load += " --ckpt-step N" if source is None else " without --finetune"
     raise TrainingError(
         f"--save {directory} holds {found}, which this run {_instead(config, source)}: give"
-        f" --load {directory} to continue that run, another --save to begin a new one, or"
+        f" {load} to continue that run, another --save to begin a new one, or"
         " --reuse-save-directory to write among its checkpoints"
     )
 
@@ -69,7 +72,8 @@ def _instead(config: Config, source: Source | None) -> str:
         what = "takes weights alone from" if source.weights_only else "does not load, but"
         return f"{what} {source}"
     load = config.checkpoint.load
-    return "does not load" if load is None else f"does not load (there is none in --load {load})"
+    where = f" (--load {load} has no latest_checkpointed_iteration.txt)"
+    return "does not load" + ("" if load is None else where)
 
 
 def _contents(directory: Path) -> str | None:

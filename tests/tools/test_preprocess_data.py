@@ -92,10 +92,23 @@ def test_as_a_command_from_anywhere(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert len(documents(tmp_path / "out_text_document")) == 5
     source.write_text("nonsense\n")
+    command.append("--overwrite")
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 1
     assert done.stderr.startswith("preprocess_data.py: error: ")
     assert len(documents(tmp_path / "out_text_document")) == 5  # the old pair is kept
+
+
+def test_a_dataset_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", TEXTS)
+    tool(source, tmp_path / "out")
+    before = pair(tmp_path / "out_text_document")
+    other = write_lines(tmp_path / "other.jsonl", TEXTS[:2])
+    error = tool(other, tmp_path / "out", ok=False)
+    assert "out_text_document.bin exists; give another prefix, or --overwrite" in str(error)
+    assert pair(tmp_path / "out_text_document") == before
+    tool(other, tmp_path / "out", "--overwrite")
+    assert pair(tmp_path / "out_text_document") != before
 
 
 def test_round_trip_and_figures(tmp_path: Path) -> None:

@@ -291,6 +291,29 @@ def test_a_signal_saves_and_leaves_with_code_0(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_dropped_step_is_made_from_its_start_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exits, "POLL_SECONDS", 0.0)
+
+    def interrupt(call: int, training: bool, losses: Tensor) -> Tensor:
+        if call == 8:  # the second of three micro-batches of iteration 3
+            os.kill(os.getpid(), signal.SIGTERM)
+        return losses
+
+    shared = {"global_batch_size": 6, "train_iters": 4, "hidden_dropout": 0.1, "eval_iters": 0}
+    shared |= {"exit_signal_handler": True}
+    whole, first, second = Recorded(), Recorded(interrupt), Recorded()
+    assert train(flags(**shared), whole) == 0
+    saved = {"save": tmp_path, "load": tmp_path, "save_interval": 100}
+    assert train(flags(**shared, **saved), first) == 0
+    assert len(first.losses) == 8
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert train(flags(**shared, **saved), second) == 0
+    assert first.losses[:6] + second.losses == whole.losses
+    assert first.first_tokens[True][:6] + second.first_tokens[True] == whole.first_tokens[True]
+
+
 def test_skip_train_evaluates_a_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("changes", "said"),
     [
         ({}, "which this run does not load: give --load "),
-        ({"load": "@typo"}, "does not load (there is none in --load "),
+        ({"load": "@typo"}, "does not load (--load "),
         ({"load": "@run", "finetune": True}, "takes weights alone from "),
         ({"load": "@copy"}, "does not load, but "),
         ({"pretrained_checkpoint": "@run"}, "takes weights alone from "),
@@ -58,6 +58,18 @@ def test_a_used_folder_is_refused_and_left_as_it_was(
     assert line.startswith(f"error: --save {tmp_path / 'run'} holds 2 checkpoints (2 to 4)")
     assert said in line and "--reuse-save-directory" in line
     assert contents(tmp_path / "run") == before
+
+
+def test_a_lost_tracker_is_no_fresh_start(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    (tmp_path / "run" / TRACKER).unlink()
+    words = flags(**QUICK, train_iters=4, load=tmp_path / "run", save=tmp_path / "run")
+    assert train(words) == 1
+    error = capsys.readouterr().err
+    assert f"give --load {tmp_path / 'run'} --ckpt-step N to continue that run" in error
+    assert train([*words, "--ckpt-step", "4"]) == 0
 
 
 def test_with_the_flag_only_ones_own_is_deleted(
