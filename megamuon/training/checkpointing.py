@@ -238,8 +238,9 @@ class RunCheckpoints:
         self.finish()
         self._settle()
         if self._good is not None and self._good[0] == directory:
-            assert isinstance(self._good[1], int)  # a release is loaded, never saved
-            progress.last_good_iteration = self._good[1]
+            good = self._good[1]
+            # A release has no number, and nothing ever retires it.
+            progress.last_good_iteration = good if isinstance(good, int) else None
         self.console.first(
             f"saving checkpoint at iteration {progress.iteration:7d} to {directory}"
             f" in {FORMAT} format"
