@@ -16,7 +16,6 @@ import pytest
 from torch import Tensor
 
 from megamuon.data.indexed import IndexedDatasetBuilder
-from megamuon.runtime.pool import PoolConflictError
 from tests.support.ranks import run_ranks_outcomes
 from tests.support.training import ROOT, Recorded, flags, train, use_launcher_variables
 
@@ -48,30 +47,13 @@ def test_a_killed_rank_ends_the_others_with_one_line(tmp_path: Path) -> None:
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def raises(rank: int, world: int) -> int:
-    use_launcher_variables(rank, world)
-
-    def fail(call: int, training: bool, losses: Tensor) -> Tensor:
-        if rank == 1 and call == 4:
-            raise PoolConflictError
-        return losses
-
-    return train(flags(eval_iters=0), Recorded(fail))
-
-
-def test_an_exception_on_one_rank_is_heard_by_the_others() -> None:
-    """With the symmetric pool open, and an error without a text."""
-    outcomes = run_ranks_outcomes(raises, 2, grace=60.0)
-    own = "rank 1 failed during loss of iteration 4: PoolConflictError: PoolConflictError"
-    assert [outcome.value for outcome in outcomes] == [1, 1]
-    assert own in outcomes[1].output
-    (heard,) = [line for line in outcomes[0].output.splitlines() if "lost contact" in line]
-    assert heard.startswith("rank 0 lost contact with the other ranks during ")
-    assert heard.endswith(f"({own})")
-
-
-def launch(words: list[str], world: int, timeout: float = 90.0) -> list[tuple[int, str]]:
-    """``pretrain_gpt.py`` as real processes; exit codes and what they wrote, by rank."""
+def launch(
+    words: list[str],
+    world: int,
+    timeout: float = 90.0,
+    script: Path = ROOT / "pretrain_gpt.py",
+) -> list[tuple[int, str]]:
+    """``script`` as real processes; exit codes and what they wrote, by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -83,7 +65,7 @@ def launch(words: list[str], world: int, timeout: float = 90.0) -> list[tuple[in
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         ranks.append(
             subprocess.Popen(
-                [sys.executable, str(ROOT / "pretrain_gpt.py"), *words],
+                [sys.executable, str(script), *words],
                 env=variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -99,6 +81,35 @@ def launch(words: list[str], world: int, timeout: float = 90.0) -> list[tuple[in
             output, _ = process.communicate()
         results.append((process.returncode, output))
     return results
+
+
+# Trains as pretrain_gpt.py does; rank 1 raises an error without a text, with the pool open.
+RAISES = """
+import os, sys
+sys.path.insert(0, {root!r})
+import pretrain_gpt
+from megamuon.runtime.pool import PoolConflictError
+forward, calls = pretrain_gpt.forward_step, [0]
+def raising(batches, model, **more):
+    calls[0] += 1
+    if os.environ["RANK"] == "1" and calls[0] == 4:
+        raise PoolConflictError
+    return forward(batches, model, **more)
+pretrain_gpt.forward_step = raising
+sys.exit(pretrain_gpt.main())
+"""
+
+
+def test_an_exception_on_one_rank_is_heard_by_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "raises.py"
+    script.write_text(RAISES.format(root=str(ROOT)))
+    (first, heard), (second, said) = launch(flags(eval_iters=0), 2, script=script)
+    own = "rank 1 failed during forward of iteration 4: PoolConflictError: PoolConflictError"
+    assert (first, second) == (1, 1)
+    assert own in said.splitlines()
+    (line,) = [line for line in heard.splitlines() if "lost contact" in line]
+    assert line.startswith("rank 0 lost contact with the other ranks during ")
+    assert line.endswith(f"({own})")
 
 
 def write_corpus(prefix: Path, documents: list[list[int]]) -> str:
