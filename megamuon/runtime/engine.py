@@ -49,49 +49,20 @@ that all ranks run in the recorded order never needs that.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 
-from megamuon.collectives import Transport, Work
-from megamuon.collectives.call_check import CallCheck
-from megamuon.runtime.buffers import FlatBuffer
+from megamuon.collectives import Transport
+from megamuon.runtime.forward_pass import ForwardPass, backward_running
 from megamuon.runtime.layer_group import LayerGroup, Use
-from megamuon.runtime.order import Cursor, follows, merged_order
-from megamuon.runtime.publish import Publication
+from megamuon.runtime.order import Cursor
 from megamuon.runtime.reductions import Reductions
-from megamuon.runtime.rounds import Round, Rounds
 
 LAG = 2  # places by which a reduction may fall behind the gathers before it starts incomplete
-
-
-def backward_running() -> bool:
-    """Whether autograd is executing a graph on this thread: a forward in it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
-class Leases(Protocol):
-    """Which ranges of the symmetric pool are in use."""
-
-    def free(self, group: LayerGroup) -> bool:
-        """Whether a gather of ``group`` would find its range free."""
-
-    def transfer(self) -> AbstractContextManager[None]:
-        """Around one collective, which may displace what is in use meanwhile."""
-
-
-class Agreement(Protocol):
-    """What the ranks of a runtime settle among themselves; every call is a collective."""
-
-    def rank_zeros(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """Rank 0's integers, on every rank."""
-
-    def largest(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        """The largest integer of all ranks at each place."""
 
 
 class _Sweep:
@@ -104,7 +75,7 @@ class _Sweep:
         self.run()
 
 
-class Engine:
+class Engine(ForwardPass):
     """Schedules all groups of one model."""
 
     def __init__(
@@ -113,44 +84,16 @@ class Engine:
         transport: Transport,
         *,
         reductions: Reductions,
-        zero_stage: int,
-        kept: Iterable[int],
-        agreement: Agreement,
-        rounds: Rounds | None = None,
-        sent_dtype: torch.dtype | None = None,
-        publication: Publication | None = None,
-        check: CallCheck | None = None,
+        **of_the_forward: Any,
     ) -> None:
-        """``rounds``: of this rank's row, None where it is alone in it. ``check``: of gathers."""
-        self.groups = tuple(groups)
-        self.transport = transport
+        """``of_the_forward``: what ``ForwardPass`` takes."""
         self.reductions = reductions
-        self.publication = publication
-        self.leases: Leases | None = None  # of the symmetric pool, once it is open
         self.micro_batch_done: Callable[[], None] | None = None  # called at the end of a backward
-        if sent_dtype is not None:
-            for group in self.groups:
-                if sent_dtype != group.weights.raw.dtype:
-                    group.send_in(sent_dtype)
-        self.zero_stage = zero_stage
-        self.kept = self._always_kept = frozenset(kept)
-        self.version = 0  # applied updates
         self.accumulate_only = False  # True: this micro-batch keeps its gradients on the rank
         self.accumulated = False  # some micro-batch has done so and nothing was reduced since
         self.copied_bytes = 0  # gradient bytes that had to be copied into their slots
         self.born_bytes = 0  # gradient bytes that were written there
         self.incomplete_reductions = 0  # started before all gradients of their group were there
-        self._agreement = agreement
-        self._rounds = rounds if zero_stage == 3 else None
-        self._check = check
-        self._freeze(tuple(range(len(self.groups))))
-        # --- this forward pass ---
-        self._in_forward = False
-        self._used: dict[int, None] = {}  # in the order of first use
-        self._reused: set[int] = set()
-        # --- the recorded order ---
-        self._recorded = False  # a first order has been agreed on
-        self._latest: tuple[tuple[int, ...], ...] = ()  # orders of the last two training passes
         self._order_due = False  # all ranks take rank 0's latest order after this step
         # --- this backward pass ---
         self._in_backward = False
@@ -158,194 +101,21 @@ class Engine:
         self._sweep: weakref.ref[_Sweep] | None = None
         self._ahead: frozenset[int] = frozenset()  # gathered before all others in this backward
         self._ready: set[int] = set()
+        super().__init__(groups, transport, **of_the_forward)
 
-    def _freeze(self, order: tuple[int, ...]) -> None:
+    def freeze(self, order: tuple[int, ...]) -> None:
+        """See ForwardPass: the backward orders follow."""
+        super().freeze(order)
         backward = tuple(reversed(order))
-        self.forward_order = Cursor(order)
         self.backward_order = Cursor(backward)
         self.reduce_order = Cursor(tuple(g for g in backward if self.groups[g].trainable))
         self._place = {group: place for place, group in enumerate(backward)}
 
-    # --- forward ---------------------------------------------------------------------------------
-
-    def root_enter(self) -> None:
-        """The model's forward starts: drop stale weights, start the gather order anew."""
-        if backward_running():
-            return
-        self.settle_passes()
-        self.forward_order.reset()
-        for group in self.groups:
-            if group.version not in (-1, self.version):
-                group.forget_weights()
-        self._in_forward = True
-
     def settle_passes(self) -> None:
-        """Complete the orders of a pass that an exception ended, so that this rank's collectives
-        are those of its peers again.
-        """
+        """See ForwardPass: a backward pass first."""
         if self._in_backward and not backward_running():
             self._complete_failed_backward()
-        if self._in_forward and not backward_running():
-            self._end_forward()
-
-    def need(self, group: LayerGroup) -> None:
-        """A module of ``group`` is about to compute: its weights are in place when this returns."""
-        if backward_running():
-            self.need_backward(group)
-            return
-        if not self._in_forward:  # a module by itself: all ranks must call it alike
-            self._issue((group.index,))
-            group.enter()
-            return
-        if group.index in self._used:
-            self._reused.add(group.index)
-        self._used[group.index] = None
-        self._issue(self.forward_order.through(group.index))
-        if group.version != self.version:
-            self._gather_again(group)
-        group.enter()
-        following = self.forward_order.following(group.index)
-        if following is not None and self._published(following) and self._has_room(following):
-            self._issue(self.forward_order.through(following))
-
-    def _gather_again(self, group: LayerGroup) -> None:
-        """``group`` was used and released earlier in this pass: see [Note: gathered again]."""
-        self._issue(self.forward_order.rest())
-        if self._rounds is None:
-            self._issue((group.index,))
-            return
-        said = self._rounds.exchange(over=False, wanted=(group.index,), reused=self._reused)
-        self._take_part(said, wanted=group.index)
-
-    def _take_part(self, said: Round, *, wanted: int | None = None) -> None:
-        """Gather what some rank of the row wants; only ``wanted`` is for this one."""
-        for index in said.wanted:
-            group = self.groups[index]
-            held = group.version == self.version
-            self.gather(group)
-            if not held and index != wanted:
-                group.release_weights()
-
-    def leave(self, group: LayerGroup, *, returns: bool) -> None:
-        """A module of ``group`` has computed. ``returns``: a gradient that reaches its outputs will
-        say so (``enter_backward``), so until then nobody reads the weights.
-        """
-        if backward_running():
-            return
-        stays = self.zero_stage < 3 and (self._in_forward or torch.is_grad_enabled())
-        if stays or group.index in self.kept:
-            group.entered = group.entered and not returns
-        else:
-            group.release_weights()
-
-    def root_leave(self, *, lost: bool = False) -> None:
-        """The model's forward ends, or an exception ends it: complete the gather order, release,
-        record the order. ``lost``: a peer is gone, and nobody is there to complete it with.
-        """
-        if backward_running() or not self._in_forward:
-            return
-        if lost:
-            self._in_forward = False
-        else:
-            self._end_forward()
-
-    def _end_forward(self) -> None:
-        self._in_forward = False
-        used, self._used = tuple(self._used), {}
-        reused, self._reused = self._reused, set()
-        training = torch.is_grad_enabled()
-        self._pass_over(self.forward_order.rest(), keep=training and self.zero_stage < 3)
-        if self.zero_stage < 3:
-            reused = set()  # everything is kept
-        said = Round(over=True, wanted=(), reused=frozenset(reused))
-        while self._rounds is not None:
-            said = self._rounds.exchange(over=True, reused=reused)
-            self._take_part(said)
-            if said.over:
-                break
-        for group in self.groups:
-            group.wait_gathered()
-            if not (training and (self.zero_stage < 3 or group.index in self.kept)):
-                group.release_weights()
-        self.kept = self._always_kept | said.reused
-        self._record(used, training)
-
-    def _record(self, used: tuple[int, ...], training: bool) -> None:
-        """Freeze the first order at once; keep later ones to compare."""
-        if not self._recorded:
-            self._recorded = True
-            agreed = self._agreement.rank_zeros(merged_order(used, self.forward_order.order))
-            self._freeze(agreed)
-        elif training:
-            self._latest = (*self._latest[-1:], used)
-
-    def _published(self, index: int) -> bool:
-        """Whether a prefetch of this group would not have to wait for its publish. Ranks may
-        answer differently: that moves a gather in time, never in the order of its communicator.
-        """
-        return self.publication is None or self.publication.arrived(self.groups[index])
-
-    def _has_room(self, index: int) -> bool:
-        """Whether a prefetch of this group would disturb nothing in the pool. Ranks may answer
-        differently here too.
-        """
-        return self.leases is None or self.leases.free(self.groups[index])
-
-    def _issue(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            group = self.groups[index]
-            if group.version != self.version:
-                self._start_due(index)
-                self.gather(group)
-
-    def _pass_over(self, indices: Sequence[int], *, keep: bool) -> None:
-        """Issue what this rank did not need; without ``keep`` hold no more than two at a time."""
-        last: LayerGroup | None = None
-        for index in indices:
-            group = self.groups[index]
-            needless = group.version != self.version and index not in self.kept
-            self._issue((index,))
-            if last is not None:
-                last.release_weights()
-            last = group if needless and not keep else None
-
-    def gather(self, group: LayerGroup) -> None:
-        """Start the gather of a group's present weights, once its leaders have them."""
-        if self.publication is not None:
-            self.publication.wait(group)
-        group.wait_gathered()  # an earlier gather that nobody waited for uses the same memory
-        with self._transfer():
-            self._start_gather(group)
-
-    def _transfer(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.leases is None else self.leases.transfer()
-
-    def _start_gather(self, group: LayerGroup) -> None:
-        group.weights.revive()
-        raw = group.weights.raw
-        compare = self._check.announce(group.index) if self._check is not None else None
-        if group.sent is None:
-            group.write_sources()
-            work = self.transport.all_gather_v(raw, group.gather_table)
-        else:
-            work = self._gather_narrow(group, group.sent)
-        group.gathering = work if compare is None else _compared(compare, work)
-        group.version = self.version
-
-    def _gather_narrow(self, group: LayerGroup, sent: FlatBuffer) -> Work:
-        """Gather in the dtype that is sent and widen on arrival, this rank's own segments too: all
-        ranks must compute with the same numbers.
-        """
-        sent.revive()
-        group.write_sources(sent.raw)
-        work = self.transport.all_gather_v(sent.raw, group.gather_table)
-
-        def finish() -> None:
-            work.wait()
-            group.weights.raw.copy_(sent.raw)
-            sent.release()
-
-        return Work(finish=finish, name="gather")
+        super().settle_passes()
 
     # --- backward --------------------------------------------------------------------------------
 
@@ -521,14 +291,7 @@ class Engine:
         """What this rank adds to the exchange of the norm: whether gradients came too late for
         their reduction, and whether it has used the groups twice in another order.
         """
-        late = any(group.late for group in self.groups)
-        latest = self._latest
-        other = (
-            len(latest) == 2
-            and latest[0] == latest[1]
-            and not follows(latest[1], self.forward_order.order)
-        )
-        return int(late), int(other)
+        return int(any(group.late for group in self.groups)), int(self.other_order())
 
     def settle(self, late: int, other_order: bool) -> bool:
         """Act on the sums of ``values``; True: gradients were reduced, the norm is another one.
@@ -549,15 +312,4 @@ class Engine:
         """The update is done: take rank 0's latest order where it is due. A collective then."""
         if self._order_due:
             self._order_due = False
-            used = self._latest[-1] if self._latest else ()
-            self._freeze(self._agreement.rank_zeros(merged_order(used, self.forward_order.order)))
-
-
-def _compared(compare: Callable[[], None], work: Work) -> Work:
-    """``work`` whose wait first compares whose call it is."""
-
-    def finish() -> None:
-        compare()
-        work.wait()
-
-    return Work(finish=finish, name=work.name)
+            self.take_latest_order()

@@ -16,19 +16,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from megamuon.collectives import (
-    RowSegment,
-    SegmentTable,
-    StagedWork,
-    TableSegment,
-    TwoStageTable,
-    Work,
-)
+from megamuon.collectives import StagedWork, Work
 from megamuon.kernels.linear import SLOT, GradientSlot
-from megamuon.matrices import Layout, LogicalParameter
+from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
-from megamuon.ownership.plan import OwnershipPlan, Segment
+from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.buffers import BufferLayout, FlatBuffer, place
+from megamuon.runtime.group_tables import column_table, holder, two_stage_table
 from megamuon.runtime.released import Guard, assign_data
 
 ROOT_GROUP = ""  # name of the group of loose parameters: outside every layer, and no sliced table
@@ -147,7 +141,7 @@ class LayerGroup:
         self.gather_table = column_table(
             plan, self.parameters, self.weights.layout.offsets, mesh.tp_rank
         )
-        self.reduce_table = _two_stage_table(
+        self.reduce_table = two_stage_table(
             plan, self.trainable, self.gradients.layout.offsets, mesh.tp_rank
         )
         self._make_local(plan, mesh, master_dtype, device)
@@ -411,57 +405,3 @@ def _released(layout: BufferLayout, dtype: torch.dtype, device: torch.device) ->
     made = FlatBuffer(layout, dtype, device)
     made.release()
     return made
-
-
-def holder(
-    plan: OwnershipPlan, parameter: LogicalParameter, segment: Segment
-) -> tuple[int, int | None]:
-    """Column and row of the rank that holds a segment; row None: one rank in each row."""
-    if parameter.layout is Layout.OWNER:
-        return plan.topology.column_of(segment.rank), plan.topology.row_of(segment.rank)
-    return segment.rank, None
-
-
-def column_table(
-    plan: OwnershipPlan,
-    parameters: Sequence[LogicalParameter],
-    offsets: Mapping[str, int],
-    tp_rank: int,
-) -> SegmentTable:
-    """Which column of a row holds what of a flat buffer: a gather's sources."""
-    return SegmentTable.build(
-        plan.topology.columns,
-        [
-            TableSegment(
-                rank=holder(plan, parameter, segment)[0],
-                offset=offsets[parameter.name] + segment.start,
-                numel=segment.stop - segment.start,
-            )
-            for parameter in parameters
-            for segment in plan.segments(parameter.name, tp_rank)
-        ],
-    )
-
-
-def _two_stage_table(
-    plan: OwnershipPlan,
-    parameters: Sequence[LogicalParameter],
-    offsets: Mapping[str, int],
-    tp_rank: int,
-) -> TwoStageTable:
-    """A reduction's destinations: columns first, then rows inside each column's packed buffer."""
-    pieces: list[list[tuple[int, int, int | None]]] = [[] for _ in range(plan.topology.columns)]
-    for parameter in parameters:
-        for segment in plan.segments(parameter.name, tp_rank):
-            column, row = holder(plan, parameter, segment)
-            offset = offsets[parameter.name] + segment.start
-            pieces[column].append((offset, segment.stop - segment.start, row))
-    rows: list[tuple[RowSegment, ...]] = []
-    for held in pieces:
-        packed: list[RowSegment] = []
-        at = 0
-        for _, numel, row in sorted(held, key=lambda piece: piece[0]):
-            packed.append(RowSegment(start=at, numel=numel, row=row))
-            at += numel
-        rows.append(tuple(packed))
-    return TwoStageTable(columns=column_table(plan, parameters, offsets, tp_rank), rows=tuple(rows))

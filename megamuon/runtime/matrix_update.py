@@ -22,7 +22,8 @@ from megamuon.optim.optimizer import Item, MatrixOptimizer, Whole
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.buffers import FlatBuffer, place
 from megamuon.runtime.exchange import PieceExchange, cut_piece
-from megamuon.runtime.layer_group import LayerGroup, LocalSegment, column_table
+from megamuon.runtime.group_tables import column_table
+from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 
 Updated = Callable[[Item], None]
 

@@ -185,7 +185,7 @@ def first_order_for_life(self: Engine, used: tuple[int, ...], training: bool) ->
     if not self._recorded:
         self._recorded = True
         order = (*used, *(g for g in self.forward_order.order if g not in used))
-        self._freeze(self._agreement.rank_zeros(order))
+        self.freeze(self._agreement.rank_zeros(order))
 
 
 FAULTS: dict[str, tuple[str, object, str, Callable[..., object], str]] = {

@@ -14,8 +14,8 @@ from megamuon.mesh import Mesh
 from megamuon.models import PRESETS
 from megamuon.training import ns_dtype
 from megamuon.training.builders import optimizer_settings
-from megamuon.training.source import Source, stored_cpu_dtype
 from megamuon.training.ns_dtype import choose_cpu_dtype
+from megamuon.training.source import Source, stored_cpu_dtype
 from tests.support.training import flags
 
 CPU = Mesh(
