@@ -34,6 +34,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megamuon.console import run_script  # noqa: E402
+
 PROGRAMS = ROOT / "csrc" / "verification"
 MODEL = Path("cat") / "ptx-v7.5.cat"
 JAR = Path("dartagnan") / "target" / "dartagnan.jar"
@@ -136,4 +140,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

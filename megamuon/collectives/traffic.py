@@ -27,6 +27,7 @@ OPERATIONS = (
     "tp_scatter",
     "tp_gradient",
     "matrix_gather",
+    "pass_end",
 )
 AXES = ("shard", "replicate", "tp", "data", "world")
 

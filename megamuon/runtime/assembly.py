@@ -161,7 +161,7 @@ def build_parts(
         zero_stage=config.zero_stage,
         kept=kept_groups(groups),
         agreement=WorldAgreement(group=grid.world, device=device),
-        rounds=Rounds(row_group, len(groups)) if row_group is not None else None,
+        rounds=Rounds(row_group, len(groups), traffic) if row_group is not None else None,
         sent_dtype=config.sent_dtype,
         publication=publication,
         check=CallCheck("gather", transport.gather_group, names) if checked else None,

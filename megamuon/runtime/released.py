@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 READ = (
     "read it inside `with runtime.gathered():`, or iterate over runtime.full_parameters(); both are"
@@ -334,6 +333,8 @@ def guard_fully_sharded(model: nn.Module, clear: Callable[[], None]) -> None:
     """The same for a model under FSDP2, whose parameters are DTensors: reads, writes and state
     dicts of DTensors are torch's own and work; what it would take for something else is refused.
     """
+
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and for line A alone
 
     def check(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         for attribute, parameter in module._parameters.items():

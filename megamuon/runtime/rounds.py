@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megamuon.collectives.base import named
+from megamuon.collectives.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +43,11 @@ class Round:
 class Rounds:
     """The exchanges of ``count`` groups over ``group``, the ranks of a row."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, count: int, traffic: Traffic) -> None:
         self.group = group
         self.count = count
+        self.traffic = traffic
+        self._share = 2 * (dist.get_world_size(group) - 1) / dist.get_world_size(group)
 
     def exchange(self, *, over: bool, wanted: Iterable[int] = (), reused: Iterable[int]) -> Round:
         """Tell the row and hear from it; blocks until every rank has come. Raises CollectiveError
@@ -57,6 +60,7 @@ class Rounds:
             said[place] = 1
         with named("end of the forward pass"):
             dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self.group)
+        self.traffic.sent("pass_end", "shard", int(self._share * said.numel()))
         marks = said.nonzero().flatten().tolist()
         return Round(
             over=0 not in marks,

@@ -128,7 +128,7 @@ def work(rank: int, world: int) -> dict[str, Any]:
                     pairs.append((transport, reducer))
                 for seed in range(CASES):
                     layout, numel = table(seed, rows, columns)
-                    pairs[1][1].pool(layout, WINDOWS, {slot})
+                    pairs[1][1].pool(layout, WINDOWS, {slot}, master)
                     size = layout.numel_of(mesh.column, mesh.row)
                     windows = [
                         torch.zeros(size, dtype=master),
@@ -204,7 +204,7 @@ def _long_rows(rank: int, world: int) -> list[str]:
         transport, reducer = ReadyTransport(calls, fabric), ReadyReducer(two_stage, fabric)
         for seed in range(CASES):
             layout, numel = table(seed, rows, columns)
-            reducer.pool(layout, WINDOWS, {torch.float32})
+            reducer.pool(layout, WINDOWS, {torch.float32}, torch.float32)
             slots = memory.tensor(0, numel, torch.float32)
             buffer = memory.tensor(WINDOWS // 2, numel, torch.float32)
             window = memory.tensor(WINDOWS, layout.numel_of(mesh.column, mesh.row), torch.float32)

@@ -45,7 +45,7 @@ def test_named_or_in_a_folder(tmp_path: Path, name: str) -> None:
     folder.mkdir()
     (folder / name).write_bytes(content)
     for inputs in (folder, folder / name, folder / "[pP]*"):
-        done = tool(inputs, tmp_path / "out", "--json", tmp_path / "figures.json")
+        done = tool(inputs, tmp_path / "out", "--overwrite", "--json", tmp_path / "figures.json")
         assert documents(tmp_path / "out_text_document") == TEXTS
         figures = json.loads((tmp_path / "figures.json").read_text())
         assert figures["documents_by_kind"] == {kind: len(TEXTS)}
@@ -113,7 +113,7 @@ def test_links_hidden_files_and_counts(tmp_path: Path) -> None:
     }
     assert "hidden 2 (.DS_Store, .git)" in done.stdout
     assert figures["documents_by_kind"] == {"JSON Lines": 1, "text": 1}
-    named = tool(tree, tmp_path / "out", "--suffix", ".PY", ok=False).stderr
+    named = tool(tree, tmp_path / "none", "--suffix", ".PY", ok=False).stderr
     assert "no files ending in .PY" in named
     assert "other suffix" in named
 

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megamuon.checkpoint import Ranks, StoredTensor, save  # noqa: E402
+from megamuon.console import run_script  # noqa: E402
 from tools.bench.common import machine_facts, warn_if_busy  # noqa: E402
 
 WAYS = ("ours", "dcp", "safetensors")
@@ -185,4 +186,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from megamuon.console import run_script  # noqa: E402
 from megamuon.data.build import DataSpec, build_train_valid_test  # noqa: E402
 from megamuon.data.tokenizer import ByteTokenizer  # noqa: E402
 from tools.bench.common import machine_facts, run_bench_ranks, warn_if_busy  # noqa: E402
@@ -275,4 +276,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megamuon.console import run_script
 from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
 from megamuon.runtime.fully_sharded import fully_shard_model
 
@@ -110,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

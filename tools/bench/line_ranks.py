@@ -175,7 +175,9 @@ def sent(line: Line, shape: Shape, operators: OperatorCalls) -> dict[str, Any]:
         "wire": wire,
         "optimizer_step_sent": at_the_step,
         "runtime_sent": {
-            axis: line.runtime.traffic.bytes(axis=axis) for axis in ("shard", "replicate")
+            axis: line.runtime.traffic.bytes(axis=axis)
+            - line.runtime.traffic.bytes("pass_end", axis)
+            for axis in ("shard", "replicate")
         },
         "traffic_formula": traffic_formula(plan, shape),
         "traffic_formula_unpadded": traffic_formula(plan, shape, padding=False),
@@ -190,6 +192,8 @@ def kind_of(line: Line, call: Call) -> Key:
     mesh, optimizer = line.mesh, call.phase in ("optimizer", "end")
     if optimizer and call.operation == "allreduce":
         return ("norm", WORLD)
+    if call.operation == "allreduce" and call.ranks in mesh.axis_ranks("shard"):
+        return ("pass_end", WORLD)  # a few bytes of control, as the norm: not of the row's weights
     if mesh.tp > 1 and call.ranks in mesh.axis_ranks("tp"):
         return ("tp_matrices" if optimizer else "tp_activations", TP)
     publication = line.publication

@@ -18,7 +18,13 @@ from tools.bench.line_ranks import CLASSES, PHASES
 BYTES_WITHIN = 0.01  # of the closed form: traffic
 RESIDENT_WITHIN = 0.02  # of the closed form: mean over ranks
 PLAN_WITHIN = 0.001  # of its plan: each rank
-FREE = ("norm", "tp_matrices", "tp_activations")  # kinds of traffic without a closed form
+# Kinds of traffic without a closed form.
+FREE = (
+    "norm",
+    "pass_end",
+    "tp_matrices",
+    "tp_activations",
+)
 IN_THE_STEP = {*FREE, "publish"}  # what an owner's optimizer step may send
 
 Ranks = Sequence[Mapping[str, Any]]  # one line's measurements of all ranks

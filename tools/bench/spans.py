@@ -186,7 +186,7 @@ def label(group: LayerGroup) -> str:
 def _attach_engine(runtime: Runtime, spans: Spans) -> None:
     engine = runtime.engine
     before(engine, "need", lambda group: spans.enter_layer(label(group)))
-    before(engine, "leave", lambda group: spans.leave_layer(label(group)))
+    before(engine, "leave", lambda group, **_: spans.leave_layer(label(group)))
     before(engine, "enter_backward", lambda group, *_, **__: spans.backward_reaches(label(group)))
     launches: dict[int, float] = {}
 
