@@ -238,7 +238,8 @@ class Engine(ForwardPass):
         self._release_unread(group)
         if self._in_backward and not self.accumulate_only:
             before = self._place[group.index] + LAG
-            earlier = [g for g in self.backward_order.order if self._place[g] < before]
+            order, ahead = self.backward_order.order, self._ahead
+            earlier = [g for g in order if g in ahead or self._place[g] < before]
             if earlier:
                 self._issue(self.backward_order.through(earlier[-1]))
         with self._transfer():

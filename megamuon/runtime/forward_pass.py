@@ -76,7 +76,7 @@ class ForwardPass(abc.ABC):
                 if sent_dtype != group.weights.raw.dtype:
                     group.send_in(sent_dtype)
         self.zero_stage = zero_stage
-        self.kept = self._always_kept = frozenset(kept)
+        self.kept = self.always_kept = frozenset(kept)
         self.version = 0  # applied updates
         self._agreement = agreement
         self._rounds = rounds if zero_stage == 3 else None
@@ -164,7 +164,7 @@ class ForwardPass(abc.ABC):
 
     def leave(self, group: LayerGroup, *, returns: bool) -> None:
         """A module of ``group`` has computed. ``returns``: a gradient that reaches its outputs will
-        say so (``enter_backward``), so until then nobody reads the weights.
+        say so (``enter_backward``), or none ever will, so until then nobody reads the weights.
         """
         if backward_running():
             return
@@ -203,7 +203,7 @@ class ForwardPass(abc.ABC):
             group.wait_gathered()
             if not (training and (self.zero_stage < 3 or group.index in self.kept)):
                 group.release_weights()
-        self.kept = self._always_kept | said.reused
+        self.kept = self.always_kept | said.reused
         self._record(used, training)
 
     def _record(self, used: tuple[int, ...], training: bool) -> None:

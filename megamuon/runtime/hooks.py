@@ -9,7 +9,7 @@ Tested by ``tests/distributed/test_runtime_rules.py``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,11 @@ def _is_table(module: nn.Module) -> bool:
     own = module._parameters.items()
     kinds = {declared_kind(module, name, p) for name, p in own if p is not None}
     return kinds == {Kind.EMBEDDING} and not any(module.children())
+
+
+# Attribute of a module's output: what to call first when its gradient is there, one entry for each
+# use that has it as an input. Those uses are over by then, and make room for the one that starts.
+READERS = "megamuon_readers"
 
 
 def attach_root(engine: Engine, model: nn.Module) -> None:
@@ -73,19 +78,34 @@ def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]
         latest[0] = use = Use(len(inputs))
         group.uses.add(use)
         for place, tensor in enumerate(inputs.values()):
-            tensor.register_hook(
-                lambda _, place=place: engine.use_over(group, use) if use.hears(place) else None
-            )
+
+            def heard(_: Tensor | None = None, place: int = place) -> None:
+                if use.hears(place):
+                    engine.use_over(group, use)
+
+            readers = getattr(tensor, READERS, None)
+            if readers is None:
+                tensor.register_hook(heard)
+            else:
+                readers.append(heard)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         outputs: list[Tensor] = []
         if torch.is_grad_enabled() and not backward_running():
             outputs = _gradient_tensors(output)
-        engine.leave(group, returns=bool(outputs))
+        engine.leave(group, returns=bool(outputs) or not torch.is_grad_enabled())
         use, latest[0] = latest[0], None
         reads = module not in tables
         for tensor in outputs:
-            tensor.register_hook(lambda _: engine.enter_backward(group, use, reads=reads))
+            readers: list[Callable[[], None]] = []
+
+            def reached(_: Tensor, readers: list[Callable[[], None]] = readers) -> None:
+                for over in readers:
+                    over()
+                engine.enter_backward(group, use, reads=reads)
+
+            tensor.register_hook(reached)
+            setattr(tensor, READERS, readers)
 
     modules = tuple(modules)
     tables = {module for module in modules if _is_table(module)}

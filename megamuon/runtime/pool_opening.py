@@ -123,6 +123,11 @@ class PoolRecording:
         missing = list(values[: len(groups)])
         live, events = decode(values[len(groups) :])
         seen = {*live, *((event.kind, event.group) for event in events)}
+        # Weights that are in use from one end of a pass to the other share with nothing, however
+        # short the record's use of them was: nobody could make room for them.
+        kept = {(kind, g) for kind in ("weights", "sent") for g in self.engine.always_kept}
+        live = tuple(key for key in live if key not in kept)
+        events = tuple(event for event in events if (event.kind, event.group) not in kept)
         plan = plan_pool(
             [
                 Lease(kind=kind, group=group.index, nbytes=buffer.nbytes)
