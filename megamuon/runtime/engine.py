@@ -93,7 +93,6 @@ class Engine(ForwardPass):
         self.accumulated = False  # some micro-batch has done so and nothing was reduced since
         self.copied_bytes = 0  # gradient bytes that had to be copied into their slots
         self.born_bytes = 0  # gradient bytes that were written there
-        self.incomplete_reductions = 0  # started before all gradients of their group were there
         self._order_due = False  # all ranks take rank 0's latest order after this step
         # --- this backward pass ---
         self._in_backward = False
@@ -171,7 +170,6 @@ class Engine(ForwardPass):
         while order.next < len(order.order) and self._place[order.order[order.next]] <= due:
             group = self.groups[order.order[order.next]]
             order.next += 1
-            self.incomplete_reductions += 1
             self._reduce(group)
 
     def enter_backward(
