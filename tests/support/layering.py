@@ -14,7 +14,7 @@ PACKAGE = "megamuon"
 
 # Floors, from the bottom. A module may import its own floor and those below, never one above.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("kernels", "data", "arguments", "mesh", "matrices", "console"),
+    ("kernels", "data", "arguments", "mesh", "matrices", "placements", "console"),
     ("optim", "ownership", "sharding", "models"),
     ("collectives", "checkpoint"),
     ("runtime", "tools"),
@@ -24,15 +24,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 
 # Rooms that may import less than their floor would allow.
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    "matrices": frozenset(),
+    "placements": frozenset(),
+    "matrices": frozenset({"placements"}),
     "console": frozenset(),
     "arguments": frozenset(),
-    "mesh": frozenset(),
-    "ownership": frozenset({"matrices"}),
+    "mesh": frozenset({"placements"}),
+    "ownership": frozenset({"matrices", "placements"}),
     "optim": frozenset({"matrices", "kernels"}),
-    "sharding": frozenset({"matrices", "mesh", "kernels"}),
+    "sharding": frozenset({"matrices", "placements", "mesh", "kernels"}),
     "models": frozenset({"matrices", "kernels", "arguments", "data"}),
-    "collectives": frozenset({"ownership", "kernels", "mesh"}),
+    "collectives": frozenset({"ownership", "kernels", "mesh", "placements"}),
 }
 
 # Modules of torch that a room never uses, imported or reached as an attribute.

@@ -1,0 +1,124 @@
+"""Where does a tensor lie on each axis of the mesh?  The vocabulary of placements.
+
+Owns the names of the mesh's axes and what a parameter can be on one of them: ``Replicate``,
+``Shard`` (cut along a dim, evenly or at given bounds) or ``Owned`` (whole, on one rank of the axis,
+and nowhere else); a gradient can be ``Partial``. FSDP2 and DTensor users know the first two and the
+last; ``Owned`` is what a matrix optimizer adds. Invariant: everything here is a frozen value that
+knows shapes and indices and no process group, so it can be planned, hashed and stored. Axes nest
+from the inside out: tensor parallelism cuts the parameter, and the shard axis cuts what tensor
+parallelism leaves. Tested by ``tests/test_placements.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Axis(StrEnum):
+    """The axes of the mesh, outermost first."""
+
+    REPLICATE = "replicate"  # the replicas of HSDP
+    SHARD = "shard"  # the ranks of one replica between which weights are sharded
+    EP = "ep"  # expert parallelism, inside the shard axis; of size 1 in this version
+    CP = "cp"  # context parallelism, inside the shard axis; of size 1 in this version
+    TP = "tp"  # tensor parallelism, innermost
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank of the axis has all of it."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Every rank of the axis has a summand of it; for gradients only."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """One rank of the axis has all of it, the others have nothing.
+
+    ``index`` is that rank's coordinate on the axis; None where the planner has yet to choose it.
+    """
+
+    index: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.index is not None and self.index < 0:
+            raise ValueError(f"an owner's coordinate on an axis is 0 or more, got {self.index}")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Cut along ``dim``: rank i of the axis has ``bounds[i] .. bounds[i + 1]`` of it.
+
+    Without ``bounds`` the cut follows ``torch.chunk``: ceil(extent / ranks) each, and the last
+    ranks may have less or nothing.
+    """
+
+    dim: int
+    bounds: tuple[int, ...] | None = None  # one more than ranks, from 0 to the extent of the dim
+
+    def __post_init__(self) -> None:
+        if self.bounds is None:
+            return
+        rising = all(a <= b for a, b in zip(self.bounds, self.bounds[1:], strict=False))
+        if len(self.bounds) < 2 or self.bounds[0] != 0 or not rising:
+            raise ValueError(f"bounds of a shard must rise from 0, got {self.bounds}")
+
+    def interval(self, index: int, *, extent: int, ranks: int) -> tuple[int, int]:
+        """What rank ``index`` of ``ranks`` has of a dim of ``extent``, as [start, stop).
+
+        Raises ValueError where the bounds are for another extent or number of ranks.
+        """
+        if self.bounds is None:
+            share = -(-extent // ranks)
+            return min(index * share, extent), min((index + 1) * share, extent)
+        if len(self.bounds) != ranks + 1 or self.bounds[-1] != extent:
+            raise ValueError(
+                f"bounds {self.bounds} do not cut an extent of {extent} for {ranks} ranks"
+            )
+        return self.bounds[index], self.bounds[index + 1]
+
+
+AxisPlacement = Replicate | Shard | Owned | Partial
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One tensor on all axes.  An axis that is not named replicates.
+
+    Two equal placements compare equal however they were written: replicated axes are left out and
+    the others are in the order of ``Axis``.
+    """
+
+    axes: tuple[tuple[Axis, AxisPlacement], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.axes != _ordered(self.axes):
+            raise ValueError(
+                f"axes of a placement out of order, repeated or replicated: {self.axes}"
+            )
+
+    @staticmethod
+    def of(axes: Mapping[Axis, AxisPlacement]) -> Placement:
+        """The placement that ``axes`` says, in any order, replicated axes included."""
+        return Placement(_ordered(axes.items()))
+
+    def on(self, axis: Axis) -> AxisPlacement:
+        """What the tensor is on ``axis``."""
+        return dict(self.axes).get(axis, Replicate())
+
+    def replaced(self, axis: Axis, placement: AxisPlacement) -> Placement:
+        """The same but on ``axis``."""
+        return Placement.of({**dict(self.axes), axis: placement})
+
+
+def _ordered(
+    axes: Iterable[tuple[Axis, AxisPlacement]],
+) -> tuple[tuple[Axis, AxisPlacement], ...]:
+    order = list(Axis)
+    kept = {axis: p for axis, p in axes if not isinstance(p, Replicate)}
+    return tuple(sorted(kept.items(), key=lambda pair: order.index(pair[0])))
