@@ -164,14 +164,15 @@ class Transport(abc.ABC):
         self.wire_dtype = wire_dtype
         self.traffic = traffic
         self.axis = axis
-        self.gather_operation = "gather"  # what gathers are counted as
         self.world = dist.get_world_size(gather_group) if gather_group is not None else 1
         self.rank = dist.get_rank(gather_group) if gather_group is not None else 0
 
     @abc.abstractmethod
-    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+    def all_gather_v(
+        self, buffer: Tensor, table: GatherTable, *, operation: str = "gather"
+    ) -> Work:
         """Send each segment of ``buffer (numel,)`` from its rank to the same offset on every rank,
-        in place.
+        in place; counted as ``operation``, one of ``traffic.OPERATIONS``.
         """
 
     @abc.abstractmethod
@@ -204,10 +205,10 @@ class Transport(abc.ABC):
         if self.traffic is not None and nbytes:
             self.traffic.sent(operation, self.axis, nbytes)
 
-    def count_gather(self, buffer: Tensor, table: GatherTable) -> None:
+    def count_gather(self, buffer: Tensor, table: GatherTable, operation: str) -> None:
         """A gather sends this rank's segments to each other member."""
         own = table.sizes[self.rank] * buffer.element_size()
-        self.count(self.gather_operation, own * (self.world - 1))
+        self.count(operation, own * (self.world - 1))
 
     def count_reduction(self, table: ReduceTable) -> None:
         """A reduction sends each other member its segments, in the wire dtype."""

@@ -30,11 +30,13 @@ class GroupedTransport(Transport):
 
     name = "grouped"
 
-    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+    def all_gather_v(
+        self, buffer: Tensor, table: GatherTable, *, operation: str = "gather"
+    ) -> Work:
         """See Transport."""
         if self.world == 1:
             return Work(name="gather")
-        self.count_gather(buffer, table)
+        self.count_gather(buffer, table, operation)
         if self.native(buffer):
             return coalesced_broadcasts(self, buffer, table)
         sizes = table.sizes

@@ -98,11 +98,13 @@ class PeerToPeerTransport(Transport):
             found = self._schedules[table] = build_schedule(table)
         return found
 
-    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+    def all_gather_v(
+        self, buffer: Tensor, table: GatherTable, *, operation: str = "gather"
+    ) -> Work:
         """See Transport. The buffer is read until ``wait()``."""
         if self.world == 1:
             return Work(name="gather")
-        self.count_gather(buffer, table)
+        self.count_gather(buffer, table, operation)
         batch = _Batch(self, self.gather_group)
         for tag, transfer in enumerate(self.schedule(table)):
             if self.rank in (transfer.owner, transfer.peer):

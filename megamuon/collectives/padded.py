@@ -30,12 +30,14 @@ class PaddedTransport(Transport):
 
     name = "padded"
 
-    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+    def all_gather_v(
+        self, buffer: Tensor, table: GatherTable, *, operation: str = "gather"
+    ) -> Work:
         """See Transport."""
         share = max(table.sizes, default=0)
         if self.world == 1 or not share:
             return Work(name="gather")
-        self.count(self.gather_operation, share * buffer.element_size() * (self.world - 1))
+        self.count(operation, share * buffer.element_size() * (self.world - 1))
         sent = buffer.new_zeros(share)
         sent[: table.sizes[self.rank]] = pack(buffer, table.of(self.rank), buffer.dtype)
         received = buffer.new_empty(self.world * share)

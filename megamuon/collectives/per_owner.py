@@ -31,11 +31,13 @@ class PerOwnerTransport(Transport):
 
     name = "per_owner"
 
-    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+    def all_gather_v(
+        self, buffer: Tensor, table: GatherTable, *, operation: str = "gather"
+    ) -> Work:
         """See Transport.  One contiguous segment is broadcast in place; several are packed."""
         if self.world == 1:
             return Work(name="gather")
-        self.count_gather(buffer, table)
+        self.count_gather(buffer, table, operation)
         handles, kept, unpackings = [], [], []
         for rank, size in enumerate(table.sizes):
             if not size:

@@ -50,13 +50,15 @@ class ReadyTransport(Transport):
         """What errors call the group of ``table``."""
         self._names[id(table)] = name
 
-    def all_gather_v(self, buffer: Tensor, table: GatherTable) -> Work:
+    def all_gather_v(
+        self, buffer: Tensor, table: GatherTable, *, operation: str = "gather"
+    ) -> Work:
         """See Transport."""
         base = self.fabric.offset_of(buffer)
         number = None if base is None else self._table(table, buffer.element_size())
         if base is None or not isinstance(number, int):
-            return self.fallback.all_gather_v(buffer, table)
-        self.count_gather(buffer, table)
+            return self.fallback.all_gather_v(buffer, table, operation=operation)
+        self.count_gather(buffer, table, operation)
         ticket = self._operator.all_gather(number, base)
         return Work(handles=[Ticket(self._operator, ticket)], name="gather")
 

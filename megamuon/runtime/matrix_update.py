@@ -204,9 +204,7 @@ class _SliceGather:
         for name, slice_ in inputs.items():
             segment = segments[name]
             self._buffer.raw_piece(name, segment.start, segment.stop).copy_(slice_.reshape(-1))
-        transport.gather_operation = "matrix_gather"
-        work = transport.all_gather_v(self._buffer.raw, self._table)
-        transport.gather_operation = "gather"
+        work = transport.all_gather_v(self._buffer.raw, self._table, operation="matrix_gather")
         work.wait()
         pieces = {
             p.name: self._buffer.raw_view(p.name, p.piece_shape(self._tp_rank)).clone()
