@@ -11,6 +11,7 @@ parallelism leaves. Tested by ``tests/test_placements.py``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -114,6 +115,54 @@ class Placement:
     def replaced(self, axis: Axis, placement: AxisPlacement) -> Placement:
         """The same but on ``axis``."""
         return Placement.of({**dict(self.axes), axis: placement})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: what one rank has of it."""
+
+    offset: tuple[int, ...]  # where it starts in the whole, by dim
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index the whole tensor with to get a view of the piece."""
+        return tuple(
+            slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)
+        )
+
+
+def piece_of(
+    shape: tuple[int, ...],
+    placement: Placement,
+    sizes: Mapping[Axis, int],
+    place: Mapping[Axis, int],
+) -> Piece | None:
+    """What the rank at ``place`` has of a tensor of ``shape``; None: another rank owns it.
+
+    ``sizes`` and ``place`` give the number of ranks of an axis and this rank's coordinate on it;
+    an axis that they leave out has one rank. Axes cut from the inside out. A shard may be empty:
+    it then has no elements and is not None. Raises ValueError where bounds are for another extent
+    or number of ranks, and for an owner that the planner has yet to choose.
+    """
+    offset, extents = [0] * len(shape), list(shape)
+    owned = True
+    for axis, on_axis in reversed(placement.axes):
+        ranks, index = sizes.get(axis, 1), place.get(axis, 0)
+        if isinstance(on_axis, Shard):
+            start, stop = on_axis.interval(index, extent=extents[on_axis.dim], ranks=ranks)
+            offset[on_axis.dim] += start
+            extents[on_axis.dim] = stop - start
+        elif isinstance(on_axis, Owned):
+            if on_axis.index is None:
+                raise ValueError(f"nobody has been chosen on the {axis} axis to own this tensor")
+            owned = owned and on_axis.index == index
+    return Piece(tuple(offset), tuple(extents)) if owned else None
 
 
 def _ordered(

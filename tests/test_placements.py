@@ -1,9 +1,20 @@
 """Placements: equality, order of axes, even and given bounds."""
 
+import itertools
+
 import pytest
 import torch
 
-from megamuon.placements import Axis, Owned, Partial, Placement, Replicate, Shard
+from megamuon.placements import (
+    Axis,
+    Owned,
+    Partial,
+    Piece,
+    Placement,
+    Replicate,
+    Shard,
+    piece_of,
+)
 
 
 def test_an_axis_that_is_not_named_replicates():
@@ -40,3 +51,47 @@ def test_bounds_are_checked_against_the_tensor():
         Shard(0, (0, 5, 3))
     with pytest.raises(ValueError, match="0 or more"):
         Owned(-1)
+
+
+def pieces(shape, placement, sizes):
+    """What each rank has, by its place, with every axis of ``sizes``."""
+    return {
+        place: piece_of(shape, placement, sizes, dict(zip(sizes, place, strict=True)))
+        for place in itertools.product(*(range(size) for size in sizes.values()))
+    }
+
+
+def test_axes_cut_from_the_inside_out():
+    placement = Placement.of({Axis.TP: Shard(0, (0, 5, 8)), Axis.SHARD: Shard(0)})
+    found = pieces((8, 3), placement, {Axis.SHARD: 2, Axis.TP: 2})
+    assert found[0, 0] == Piece((0, 0), (3, 3))  # of the 5 rows that tp rank 0 has
+    assert found[1, 0] == Piece((3, 0), (2, 3))
+    assert found[0, 1] == Piece((5, 0), (2, 3))
+    assert found[1, 1] == Piece((7, 0), (1, 3))
+
+
+@pytest.mark.parametrize("tp", [Replicate(), Shard(1, (0, 1, 1, 7)), Shard(0, (0, 2, 3, 9))])
+@pytest.mark.parametrize("shard", [Shard(0), Shard(1)])
+def test_pieces_tile_the_tensor(tp, shard):
+    placement = Placement.of({Axis.TP: tp, Axis.SHARD: shard})
+    covered = torch.zeros(9, 7)
+    for (_, tp_rank), piece in pieces((9, 7), placement, {Axis.SHARD: 4, Axis.TP: 3}).items():
+        assert covered[piece.slices].shape == piece.shape
+        if tp != Replicate() or tp_rank == 0:
+            covered[piece.slices] += 1
+    assert covered.eq(1).all()
+
+
+def test_uneven_bounds_on_the_shard_axis():
+    placement = Placement.of({Axis.SHARD: Shard(0, (0, 0, 7, 9))})
+    found = pieces((9, 2), placement, {Axis.SHARD: 3})
+    assert [piece.numel for piece in found.values()] == [0, 14, 4]
+
+
+def test_an_owned_tensor_is_on_one_rank():
+    placement = Placement.of({Axis.REPLICATE: Owned(1), Axis.SHARD: Owned(0)})
+    found = pieces((3, 2), placement, {Axis.REPLICATE: 2, Axis.SHARD: 2})
+    assert [place for place, piece in found.items() if piece is not None] == [(1, 0)]
+    assert found[1, 0] == Piece((0, 0), (3, 2))
+    with pytest.raises(ValueError, match="nobody has been chosen on the shard axis"):
+        piece_of((3,), Placement.of({Axis.SHARD: Owned()}), {}, {})

@@ -20,6 +20,7 @@ from megamuon.matrices import Cut, Kind, Layout, LogicalParameter, Route
 from megamuon.ownership.settings import PlannerSettings, Topology
 from megamuon.ownership.tensor_parallel import needs_tp_owner
 from megamuon.ownership.units import Unit
+from megamuon.placements import Axis, AxisPlacement, Owned, Partial, Placement, Replicate, Shard
 
 __all__ = ["OwnershipPlan", "PlanError", "Segment", "Topology"]
 
@@ -136,6 +137,47 @@ class OwnershipPlan:
     def tp_owner_of(self, name: str) -> int:
         """The tp rank that works on the whole of a matrix: 0 where nothing is cut."""
         return self._tp_owners_by_name.get(self.parameter(name).name, 0)
+
+    # --- placements ------------------------------------------------------------------------------
+
+    def storage(self, name: str) -> Placement:
+        """Where the master, the reduced gradient and the optimizer's state of a parameter lie."""
+        parameter = self.parameter(name)
+        on_tp = _on_tp(parameter)
+        if parameter.layout is not Layout.OWNER:
+            return Placement.of({Axis.SHARD: Shard(0), Axis.TP: on_tp})
+        owner, grid = self._owners_by_name[parameter.name], self.topology
+        return Placement.of(
+            {
+                Axis.REPLICATE: Owned(grid.row_of(owner)),
+                Axis.SHARD: Owned(grid.column_of(owner)),
+                Axis.TP: on_tp,
+            }
+        )
+
+    def compute(self, name: str) -> Placement:
+        """What the module of a parameter reads: whole but for what tensor parallelism cuts."""
+        return Placement.of({Axis.TP: _on_tp(self.parameter(name))})
+
+    def gradient(self, name: str) -> Placement:
+        """What a backward pass leaves of a parameter's gradient, before it is reduced."""
+        parameter = self.parameter(name)
+        on_tp = Partial() if parameter.tp_partial else _on_tp(parameter)
+        return Placement.of({Axis.REPLICATE: Partial(), Axis.SHARD: Partial(), Axis.TP: on_tp})
+
+    def update(self, name: str) -> Placement:
+        """Where a parameter is updated.  For a matrix optimizer: who works on the whole of it, its
+        owner, and the tp owner of one that tensor parallelism cuts; every rank of a replica that
+        gathers slices (``--matrix-update gather``). Element by element: where it is stored.
+        """
+        parameter, stored = self.parameter(name), self.storage(name)
+        if parameter.route is not Route.MUON:
+            return stored
+        if parameter.layout is not Layout.OWNER:
+            return stored.replaced(Axis.SHARD, Replicate()).replaced(Axis.TP, Replicate())
+        if parameter.cut is None:
+            return stored
+        return stored.replaced(Axis.TP, Owned(self.tp_owner_of(name)))
 
     def check_contiguous(self) -> None:
         """Check that no rank holds two segments of a parameter (MatrixFSDP, section 4.1: its
@@ -260,6 +302,11 @@ class OwnershipPlan:
             or _difference_of_tp_owners(self.tp_owners, other.tp_owners)
             or _difference_of_values("Newton-Schulz ms of", self.units, self.costs, other.costs)
         )
+
+
+def _on_tp(parameter: LogicalParameter) -> AxisPlacement:
+    cut = parameter.cut
+    return Replicate() if cut is None else Shard(cut.dim, cut.bounds)
 
 
 def _words(entry: str, mine: object, theirs: object) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megamuon.placements import Axis
+
 # Policies whose units are roles: each matrix by itself, all else of a block in one packed tail.
 ROLE_POLICIES = ("role_greedy", "scope_greedy", "cost_aware")
 POLICY_NAMES = ("lpt", "numel", "round_robin", *ROLE_POLICIES)
@@ -40,6 +42,11 @@ class Topology:
     def world(self) -> int:
         """Number of data-parallel ranks."""
         return self.rows * self.columns
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Ranks on each axis."""
+        return {Axis.REPLICATE: self.rows, Axis.SHARD: self.columns, Axis.TP: self.tp}
 
     def column_of(self, rank: int) -> int:
         """Column (rail) of a global rank."""

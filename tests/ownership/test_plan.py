@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamuon.matrices import LogicalParameter
+from megamuon.matrices import Cut, Layout, LogicalParameter
 from megamuon.ownership import (
     OwnershipPlan,
     PlanError,
@@ -19,6 +19,7 @@ from megamuon.ownership import (
     Topology,
     build_plan,
 )
+from megamuon.placements import Axis, Owned, Partial, Placement, Shard, piece_of
 from tests.support.ownership import golden_plan, parameter, random_model, table
 
 LAYER = "model.layers.3"
@@ -201,3 +202,80 @@ def edited(**changes: object) -> str:
 def test_damaged_json_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         OwnershipPlan.from_json(text)
+
+
+def placed_plan() -> OwnershipPlan:
+    bounds = Cut(dim=0, bounds=(0, 5, 8))
+    return build_plan(
+        [
+            parameter("owned", 8, 4, cut=bounds),
+            parameter("whole", 6, 4),
+            parameter("gain", 4, tp_partial=True),
+            parameter("sliced", 8, 4, layout=Layout.EVEN, cut=bounds),
+            table("table", 10, 4, cut=Cut(dim=0, bounds=(0, 6, 10))),
+        ],
+        Topology(rows=2, columns=2, tp=2),
+        lambda rows, cols: rows * cols / 3,
+        threshold=1,
+    )
+
+
+def owned(plan: OwnershipPlan, name: str) -> dict[Axis, Owned]:
+    row, column = divmod(plan.owner_of(name), 2)
+    return {Axis.REPLICATE: Owned(row), Axis.SHARD: Owned(column)}
+
+
+def test_storage_says_where_masters_lie() -> None:
+    plan, cut = placed_plan(), Shard(0, (0, 5, 8))
+    assert plan.storage("owned") == Placement.of({**owned(plan, "owned"), Axis.TP: cut})
+    assert plan.storage("whole") == Placement.of(owned(plan, "whole"))
+    assert plan.storage("sliced") == Placement.of({Axis.SHARD: Shard(0), Axis.TP: cut})
+    assert plan.storage("table") == Placement.of(
+        {Axis.SHARD: Shard(0), Axis.TP: Shard(0, (0, 6, 10))}
+    )
+
+
+def test_modules_read_what_tensor_parallelism_leaves() -> None:
+    plan = placed_plan()
+    assert plan.compute("owned") == Placement.of({Axis.TP: Shard(0, (0, 5, 8))})
+    assert plan.compute("whole") == plan.compute("gain") == Placement()
+
+
+def test_a_gradient_is_partial_where_ranks_saw_other_samples() -> None:
+    plan = placed_plan()
+    data = {Axis.REPLICATE: Partial(), Axis.SHARD: Partial()}
+    assert plan.gradient("owned") == Placement.of({**data, Axis.TP: Shard(0, (0, 5, 8))})
+    assert plan.gradient("whole") == Placement.of(data)
+    assert plan.gradient("gain") == Placement.of({**data, Axis.TP: Partial()})
+
+
+def test_update_says_who_works_on_the_whole() -> None:
+    plan = placed_plan()
+    tp_owner = Owned(plan.tp_owner_of("owned"))
+    assert plan.update("owned") == Placement.of({**owned(plan, "owned"), Axis.TP: tp_owner})
+    assert plan.update("whole") == plan.storage("whole")
+    assert plan.update("sliced") == Placement()  # every rank of every replica
+    assert plan.update("table") == plan.storage("table")  # element by element
+    assert plan.update("gain") == plan.storage("gain")
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_segments_are_the_pieces_of_the_storage(seed: int) -> None:
+    generator = random.Random(seed)
+    grid = Topology(rows=generator.randint(1, 3), columns=generator.randint(1, 5))
+    plan = build_plan(random_model(generator), grid, lambda *shape: 1.0, threshold=8)
+    for p in plan.parameters:
+        found = []
+        for rank in range(grid.columns):
+            for row in range(grid.rows):
+                place = {Axis.REPLICATE: row, Axis.SHARD: rank}
+                piece = piece_of(p.shape, plan.storage(p.name), grid.sizes, place)
+                if piece is None or not piece.numel:
+                    continue
+                owned_by = grid.columns * row + rank if p.layout is Layout.OWNER else rank
+                start = (piece.offset[0] if piece.offset else 0) * (
+                    p.numel // max(1, (p.shape or (1,))[0])
+                )
+                if p.layout is Layout.OWNER or row == 0:
+                    found.append(Segment(owned_by, start, start + piece.numel))
+        assert tuple(found) == plan.segments(p.name)

@@ -42,10 +42,10 @@ def parameter(name: str, *shape: int, layer: str = "", **changes: object) -> Log
     return LogicalParameter(**{**values, **changes})
 
 
-def table(name: str, *shape: int) -> LogicalParameter:
+def table(name: str, *shape: int, **changes: object) -> LogicalParameter:
     """An embedding: sharded AdamW in even layout."""
     even = {"kind": Kind.EMBEDDING, "route": Route.ADAMW_SHARDED, "layout": Layout.EVEN}
-    return parameter(name, *shape, **even)
+    return parameter(name, *shape, **{**even, **changes})
 
 
 def random_model(generator: random.Random) -> list[LogicalParameter]:
