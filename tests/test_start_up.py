@@ -70,7 +70,7 @@ def test_help_imports_nothing_slow() -> None:
 def test_the_slow_ones_are_known_by_their_names() -> None:
     """The names above are those under which the package's own late imports load them."""
     code = (
-        "import sys, megamuon.checkpoint.torch_store, megamuon.runtime.fully_sharded\n"
+        "import sys, megamuon.checkpoint.torch_store, megamuon.baselines.fully_sharded\n"
         "print(*sys.modules)"
     )
     done = subprocess.run(

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.mesh import Mesh
 from megamuon.runtime import RuntimeConfig, shard
 from megamuon.runtime.config import OptimizerSettings
-from megamuon.runtime.fully_sharded import fully_shard_model
 from tools.fuzz_trials import Action, Block, Call, Model, Trial, build, inputs
 
 F64 = torch.float64

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.matrices import Placement
 from megamuon.mesh import Mesh, new_group
 from megamuon.models import GPT, PRESETS
@@ -31,7 +32,6 @@ from megamuon.optim import AdamWConfig
 from megamuon.ownership import PlannerSettings
 from megamuon.ownership.units import UNIT_THRESHOLD
 from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
-from megamuon.runtime.fully_sharded import fully_shard_model
 from megamuon.sharding import ShardingError, apply_sharding, plan_sharding
 from tools.reference_training import Result, Training, batch_of, model_config, place_of
 

@@ -298,13 +298,15 @@ class Guard:
             )
 
 
-def _refuse(operation: str, advice: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
+def refuse(operation: str, advice: str) -> Callable[..., Any]:
+    """A method that raises ReleasedWeightError for ``operation`` and says ``advice``."""
+
+    def refused(*_: Any, **__: Any) -> Any:
         raise ReleasedWeightError(
             f"{operation} of a sharded model, whose weights lie on several ranks: {advice}"
         )
 
-    return refuse
+    return refused
 
 
 def guard_modules(
@@ -318,38 +320,12 @@ def guard_modules(
 
     for module in dict.fromkeys([model, *holders]):
         module.register_state_dict_pre_hook(
-            _refuse("state_dict()", "use runtime.state() or runtime.full_parameters()")
+            refuse("state_dict()", "use runtime.state() or runtime.full_parameters()")
         )
         module.register_load_state_dict_pre_hook(
-            _refuse("load_state_dict()", "use runtime.load_parameters(state_dict)")
+            refuse("load_state_dict()", "use runtime.load_parameters(state_dict)")
         )
-        vars(module)["__reduce_ex__"] = _refuse("pickling", COPY)
-        vars(module)["__deepcopy__"] = _refuse("deepcopy", COPY)
-        vars(module)["zero_grad"] = _refuse("zero_grad()", "call it on the model itself")
-    vars(model)["zero_grad"] = lambda set_to_none=True: clear()
-
-
-def guard_fully_sharded(model: nn.Module, clear: Callable[[], None]) -> None:
-    """The same for a model under FSDP2, whose parameters are DTensors: reads, writes and state
-    dicts of DTensors are torch's own and work; what it would take for something else is refused.
-    """
-
-    from torch.distributed.fsdp import FSDPModule  # slow to import, and for line A alone
-
-    def check(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
-        for attribute, parameter in module._parameters.items():
-            given = state_dict.get(prefix + attribute)
-            if isinstance(given, torch.Tensor) and type(given) is not type(parameter.data):
-                raise ReleasedWeightError(
-                    f"load_state_dict() with whole tensors ({prefix}{attribute}): the weights of"
-                    " this model are sharded; use runtime.load_parameters(state_dict)"
-                )
-
-    for module in model.modules():
-        if module._parameters:
-            module.register_load_state_dict_pre_hook(check)
-        if module._parameters or isinstance(module, FSDPModule):
-            vars(module)["__deepcopy__"] = _refuse("deepcopy", COPY)
-            vars(module)["__reduce_ex__"] = _refuse("pickling", COPY)
-        vars(module)["_apply"] = _refuse("to(), half(), cuda() and the like", PLACE)
+        vars(module)["__reduce_ex__"] = refuse("pickling", COPY)
+        vars(module)["__deepcopy__"] = refuse("deepcopy", COPY)
+        vars(module)["zero_grad"] = refuse("zero_grad()", "call it on the model itself")
     vars(model)["zero_grad"] = lambda set_to_none=True: clear()

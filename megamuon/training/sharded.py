@@ -102,7 +102,7 @@ def build_runtime(
         placements, initial = _cut(model, provider, config, mesh)
     if config.ownership.collectives == "fsdp2":
         # Late: torch's fully_shard takes as long to import as torch, and only line A uses it.
-        from megamuon.runtime.fully_sharded import fully_shard_model
+        from megamuon.baselines.fully_sharded import fully_shard_model
 
         return fully_shard_model(  # type: ignore[return-value]  # it has the same methods
             model,

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.checkpoint import Ranks, StoredTensor, load, read_index, save
 from megamuon.mesh import new_group
 from megamuon.models import GPT
 from megamuon.optim import AdamWConfig, ShampooConfig, SoapConfig
 from megamuon.ownership import PlannerSettings
 from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
-from megamuon.runtime.fully_sharded import fully_shard_model
 from megamuon.sharding import apply_sharding, plan_sharding
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks

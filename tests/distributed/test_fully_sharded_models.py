@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.matrices import Cut, Kind, Placement
 from megamuon.mesh import new_group
 from megamuon.models.gpt import GPT
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
-from megamuon.runtime.fully_sharded import fully_shard_model
 from megamuon.runtime.shard import parameter_seed
 from megamuon.sharding import apply_sharding, plan_sharding
 from tests.support.fully_sharded import (

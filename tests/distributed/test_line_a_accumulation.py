@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
-from megamuon.runtime.fully_sharded import fully_shard_model
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import WIDTH, Block, Stack
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
-from megamuon.runtime.fully_sharded import fully_shard_model
 from megamuon.runtime.released import ReleasedWeightError
 from megamuon.runtime.replicas import ReplicaMismatchError
 from tests.support.grids import mesh_of

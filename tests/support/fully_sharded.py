@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.baselines.fully_sharded import FullyShardedRuntime, fully_shard_model
 from megamuon.mesh import Mesh
 from megamuon.models.gpt import GPT
 from megamuon.optim.adamw import AdamWConfig
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
-from megamuon.runtime.fully_sharded import FullyShardedRuntime, fully_shard_model
 from tests.support.reference import SEED, Case, batch_of, nano_config
 
 STEPS = 10

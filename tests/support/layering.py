@@ -17,7 +17,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels", "data", "arguments", "mesh", "matrices", "placements", "console"),
     ("optim", "ownership", "sharding", "models"),
     ("collectives", "checkpoint"),
-    ("runtime", "tools"),
+    ("runtime",),
+    ("baselines", "tools"),
     ("training", "metrics", "profiling", PACKAGE),  # the package's own __init__ exports names
     ("entry",),  # pretrain_*.py
 )

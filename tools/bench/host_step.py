@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.console import run_script
 from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
-from megamuon.runtime.fully_sharded import fully_shard_model
 
 WIDTH = 4
 PER_LAYER = 500  # parameters: half of them matrices, half biases

@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from megamuon.baselines.fully_sharded import fully_shard_model  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
 from megamuon.data.build import AnyDataset, DataSpec, build_train_valid_test, collate  # noqa: E402
 from megamuon.data.tokenizer import ByteTokenizer  # noqa: E402
@@ -37,7 +38,6 @@ from megamuon.mesh import Mesh  # noqa: E402
 from megamuon.models import GPT  # noqa: E402
 from megamuon.optim import Schedule, ScheduleConfig  # noqa: E402
 from megamuon.runtime import shard  # noqa: E402
-from megamuon.runtime.fully_sharded import fully_shard_model  # noqa: E402
 from tools.bench.common import run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.pretrain_default import ROOT, prepare_data  # noqa: E402
 from tools.pretrain_default import Settings as Job  # noqa: E402

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from megamuon.baselines.fully_sharded import fully_shard_model
+from megamuon.baselines.fully_sharded_runtime import FullyShardedRuntime
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh, new_group
 from megamuon.models import GPT, DecoderLayer, GPTConfig, flops_per_token
 from megamuon.optim.newton_schulz import NewtonSchulzConfig
 from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
-from megamuon.runtime.fully_sharded import fully_shard_model
-from megamuon.runtime.fully_sharded_runtime import FullyShardedRuntime
 from megamuon.runtime.publish import Publication
 from megamuon.sharding import apply_sharding, plan_sharding
 from tools.bench.footprint import reachable_tensors

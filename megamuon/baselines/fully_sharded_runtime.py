@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megamuon import mesh as grid
+from megamuon.baselines.fully_sharded_accumulation import WideAccumulation
+from megamuon.baselines.fully_sharded_build import present
+from megamuon.baselines.fully_sharded_step import FullyShardedStep
 from megamuon.checkpoint.tensors import StoredTensor
 from megamuon.matrices import LogicalParameter, routing_report
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import PieceExchange
-from megamuon.runtime.fully_sharded_accumulation import WideAccumulation
-from megamuon.runtime.fully_sharded_build import present
-from megamuon.runtime.fully_sharded_step import FullyShardedStep
 from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.released import TRAINABLE, ReleasedWeightError
 from megamuon.runtime.step import StepResult

@@ -9,8 +9,9 @@ stop with a message before the first collective of FSDP2. Tested by
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megamuon.baselines.fully_sharded_step import ShardedPiece
 from megamuon.matrices import (
     Kind,
     LogicalParameter,
@@ -34,8 +36,8 @@ from megamuon.ownership.settings import Topology
 from megamuon.runtime.agreement import exchange_plan, exchange_settings, settings_texts
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import cut_piece
-from megamuon.runtime.fully_sharded_step import ShardedPiece
 from megamuon.runtime.initial import Fill, parameter_seed
+from megamuon.runtime.released import COPY, PLACE, ReleasedWeightError, refuse
 
 Holders = dict[
     str, list[tuple[nn.Module, str]]
@@ -162,6 +164,31 @@ def wrap(
 
 def _without_views(_: nn.Module, args: object, output: object) -> object:
     return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+
+
+def guard(model: nn.Module, clear: Callable[[], None]) -> None:
+    """Refuse what would lose values without an error: whole tensors as a state dict, copies,
+    another place. Other reads, writes and state dicts of DTensors are torch's own and work.
+    ``model.zero_grad()`` becomes ``clear``.
+    """
+
+    def check(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        for attribute, parameter in module._parameters.items():
+            given = state_dict.get(prefix + attribute)
+            if isinstance(given, Tensor) and type(given) is not type(parameter.data):
+                raise ReleasedWeightError(
+                    f"load_state_dict() with whole tensors ({prefix}{attribute}): the weights of"
+                    " this model are sharded; use runtime.load_parameters(state_dict)"
+                )
+
+    for module in model.modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(check)
+        if module._parameters or isinstance(module, FSDPModule):
+            vars(module)["__deepcopy__"] = refuse("deepcopy", COPY)
+            vars(module)["__reduce_ex__"] = refuse("pickling", COPY)
+        vars(module)["_apply"] = refuse("to(), half(), cuda() and the like", PLACE)
+    vars(model)["zero_grad"] = lambda set_to_none=True: clear()
 
 
 def present(model: nn.Module, parameters: Sequence[LogicalParameter]) -> dict[str, nn.Parameter]:

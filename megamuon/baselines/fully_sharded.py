@@ -19,27 +19,27 @@ import torch.distributed as dist
 from torch import nn
 
 from megamuon import mesh as grid
+from megamuon.baselines.fully_sharded_build import (
+    Fill,
+    device_mesh,
+    exchange,
+    guard,
+    pieces_of,
+    plan_of,
+    present,
+    wrap,
+)
+from megamuon.baselines.fully_sharded_runtime import FullyShardedRuntime
+from megamuon.baselines.fully_sharded_step import FullyShardedStep
+from megamuon.baselines.fully_sharded_traffic import count_traffic
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Placement
 from megamuon.mesh import Mesh
 from megamuon.runtime.assembly import device_of, elementwise_optimizer
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.exchange import PieceExchange
-from megamuon.runtime.fully_sharded_build import (
-    Fill,
-    device_mesh,
-    exchange,
-    pieces_of,
-    plan_of,
-    present,
-    wrap,
-)
-from megamuon.runtime.fully_sharded_runtime import FullyShardedRuntime
-from megamuon.runtime.fully_sharded_step import FullyShardedStep
-from megamuon.runtime.fully_sharded_traffic import count_traffic
 from megamuon.runtime.initial import CheckedFill, check_present_weights, weights_from
 from megamuon.runtime.module_buffers import ModuleBuffers
-from megamuon.runtime.released import guard_fully_sharded
 
 
 def fully_shard_model(
@@ -132,7 +132,7 @@ def _build(
         buffers=buffers,
         owns_process_group=owns_process_group,
     )
-    guard_fully_sharded(model, runtime.clear_gradients)
+    guard(model, runtime.clear_gradients)
     return runtime
 
 
