@@ -36,12 +36,17 @@ class Kind(StrEnum):
 class Route(StrEnum):
     """Who updates a parameter, and with what."""
 
-    MUON = "muon"  # the matrix optimizer, on its owner
+    MATRIX = "matrix"  # the matrix optimizer, on its owner
     ADAMW_OWNER = (
         "adamw_owner"  # AdamW on its owner (biases and norm gains; matrices under --optimizer adam)
     )
     ADAMW_SHARDED = "adamw_sharded"  # AdamW on even slices of dim 0 (embedding and output head)
     FROZEN = "frozen"  # gathered, never updated
+
+    @classmethod
+    def _missing_(cls, value: object) -> Route | None:
+        # Plans stored before there were several matrix optimizers call the route after the first.
+        return cls.MATRIX if value == "muon" else None
 
 
 class Layout(StrEnum):
@@ -215,8 +220,8 @@ def _routed(kind: Kind, trainable: bool, matrices_to: Route) -> tuple[Route, str
     if not trainable:
         return Route.FROZEN, "requires_grad is False"
     if kind is Kind.MATRIX:
-        if matrices_to is Route.MUON:
-            return Route.MUON, "declared as a matrix"
+        if matrices_to is Route.MATRIX:
+            return Route.MATRIX, "declared as a matrix"
         return matrices_to, "declared as a matrix; --optimizer asks for AdamW or SGD"
     if kind is Kind.ROUTER:
         return Route.ADAMW_OWNER, "router or gate, updated element by element on its owner"
@@ -226,12 +231,12 @@ def _routed(kind: Kind, trainable: bool, matrices_to: Route) -> tuple[Route, str
     return Route.ADAMW_SHARDED, f"{name}: even slices over the shard ranks"
 
 
-def _muon_problem(name: str, parameter: torch.Tensor, whole: bool) -> str | None:
-    """Why Muon cannot train this parameter; None where it can."""
+def _matrix_problem(name: str, parameter: torch.Tensor, whole: bool) -> str | None:
+    """Why no matrix optimizer can train this parameter; None where one can."""
     if parameter.ndim != 2:
-        return f"{name} {tuple(parameter.shape)}: a Muon matrix must be 2-D"
+        return f"{name} {tuple(parameter.shape)}: the matrix route takes 2-D parameters"
     if not whole:
-        return f"{name}: Muon needs whole matrices, and owner_layout is False"
+        return f"{name}: a matrix optimizer needs whole matrices, and owner_layout is False"
     return None
 
 
@@ -247,7 +252,7 @@ def collect(
     *,
     layers: Sequence[type[nn.Module]],
     route: RouteFunction | None = None,
-    matrices_to: Route = Route.MUON,
+    matrices_to: Route = Route.MATRIX,
     owner_layout: bool = True,
     gathered_update: bool = False,
     placements: Mapping[str, Placement] | None = None,
@@ -261,8 +266,8 @@ def collect(
     (``--matrix-update gather``). ``placements``: by parameter name, for a model whose modules hold
     the pieces of one tp rank; shapes are those of the whole.
 
-    Raises RoutingError that names all parameters with no declared kind (fail closed), and any Muon
-    route on a parameter that is not 2-D or would lie in slices.
+    Raises RoutingError that names all parameters with no declared kind (fail closed), and any
+    matrix route on a parameter that is not 2-D or would lie in slices.
     """
     paths = layer_paths(model, layers)
     fusion = _fusion_keys(model)
@@ -287,7 +292,7 @@ def collect(
         if chosen is not None and parameter.requires_grad:
             target, reason = Route(chosen), "chosen by the route function"
         whole = owner_layout or gathered_update
-        problem = _muon_problem(name, parameter, whole) if target is Route.MUON else None
+        problem = _matrix_problem(name, parameter, whole) if target is Route.MATRIX else None
         if problem is not None:
             problems.append(problem)
             continue

@@ -58,9 +58,9 @@ def test_routes_of_a_small_model() -> None:
     found = by_name(Model())
     assert {name: p.route for name, p in found.items() if not name.startswith("layers.1")} == {
         "embed.weight": Route.ADAMW_SHARDED,
-        "layers.0.q_proj.weight": Route.MUON,
+        "layers.0.q_proj.weight": Route.MATRIX,
         "layers.0.q_proj.bias": Route.ADAMW_OWNER,
-        "layers.0.k_proj.weight": Route.MUON,
+        "layers.0.k_proj.weight": Route.MATRIX,
         "layers.0.norm.weight": Route.ADAMW_OWNER,
         "layers.0.norm.bias": Route.ADAMW_OWNER,
         "head.weight": Route.ADAMW_SHARDED,
@@ -144,7 +144,7 @@ def test_a_route_function_answers_for_an_undeclared_tensor() -> None:
     found = by_name(model, route=route)
     assert found["stray"].route is Route.ADAMW_OWNER
     assert found["stray"].reason == "chosen by the route function"
-    assert found["layers.0.q_proj.weight"].route is Route.MUON
+    assert found["layers.0.q_proj.weight"].route is Route.MATRIX
 
 
 def test_an_undeclared_frozen_tensor_is_no_error() -> None:
@@ -154,8 +154,10 @@ def test_an_undeclared_frozen_tensor_is_no_error() -> None:
 
 
 def test_muon_needs_two_dims() -> None:
-    with pytest.raises(RoutingError, match=r"norm\.bias \(4,\): a Muon matrix must be 2-D"):
-        collect(Model(), layers=(Block,), route=lambda name, parameter, module: Route.MUON)
+    with pytest.raises(
+        RoutingError, match=r"norm\.bias \(4,\): the matrix route takes 2-D parameters"
+    ):
+        collect(Model(), layers=(Block,), route=lambda name, parameter, module: Route.MATRIX)
 
 
 def test_frozen_parameters_keep_their_layout_and_ignore_the_route_function() -> None:
@@ -224,7 +226,7 @@ def test_the_report_counts_routes_and_gives_reasons() -> None:
     model = Model()
     model.head.weight.requires_grad_(False)
     text = routing_report(collect(model, layers=(Block,)))
-    assert "muon                4 parameters               48 elements" in text
+    assert "matrix              4 parameters               48 elements" in text
     assert "frozen              1 parameters" in text
     assert "1 x requires_grad is False (e.g. head.weight [10, 4])" in text
     assert "1 x token table: even slices" in text

@@ -133,7 +133,7 @@ def state_bytes(parameter: LogicalParameter, elements: int) -> int:
     """Bytes of optimizer state of some elements of a parameter."""
     if parameter.route is Route.FROZEN:
         return 0
-    return elements * (MOMENTUM_BYTES if parameter.route is Route.MUON else MOMENTS_BYTES)
+    return elements * (MOMENTUM_BYTES if parameter.route is Route.MATRIX else MOMENTS_BYTES)
 
 
 def optimizer_bytes(plan: OwnershipPlan) -> np.ndarray:

@@ -63,7 +63,7 @@ def inventory(name: str, *, routers: Kind = Kind.ROUTER) -> tuple[LogicalParamet
 def routers_as_matrices(parameters: Iterable[LogicalParameter]) -> tuple[LogicalParameter, ...]:
     """The same parameters with trained routers and gates as Muon matrices."""
     return tuple(
-        replace(p, kind=Kind.MATRIX, route=Route.MUON, reason="a router, counted as a matrix")
+        replace(p, kind=Kind.MATRIX, route=Route.MATRIX, reason="a router, counted as a matrix")
         if p.kind is Kind.ROUTER and p.trainable
         else p
         for p in parameters
@@ -139,7 +139,7 @@ def _parameter(
     note: str = "",
 ) -> LogicalParameter:
     even = kind in (Kind.EMBEDDING, Kind.HEAD)
-    route = Route.MUON if kind is Kind.MATRIX else Route.ADAMW_OWNER
+    route = Route.MATRIX if kind is Kind.MATRIX else Route.ADAMW_OWNER
     route = Route.ADAMW_SHARDED if even else route
     return LogicalParameter(
         name=name,

@@ -171,7 +171,7 @@ class OwnershipPlan:
         gathers slices (``--matrix-update gather``). Element by element: where it is stored.
         """
         parameter, stored = self.parameter(name), self.storage(name)
-        if parameter.route is not Route.MUON:
+        if parameter.route is not Route.MATRIX:
             return stored
         if parameter.layout is not Layout.OWNER:
             return stored.replaced(Axis.SHARD, Replicate()).replaced(Axis.TP, Replicate())

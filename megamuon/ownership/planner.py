@@ -173,7 +173,7 @@ def muon_shapes(parameters: Sequence[LogicalParameter]) -> tuple[tuple[int, int]
     shapes = {
         (p.shape[0], p.shape[1])
         for p in parameters
-        if p.route is Route.MUON and (p.layout is Layout.OWNER or needs_tp_owner(p))
+        if p.route is Route.MATRIX and (p.layout is Layout.OWNER or needs_tp_owner(p))
     }
     return tuple(sorted(shapes))
 
@@ -203,7 +203,7 @@ def unit_costs(
     """
     times = _times(parameters, cost_of)
     by_name = {
-        p.name: times[p.shape[0], p.shape[1]] if p.route is Route.MUON else 0.0
+        p.name: times[p.shape[0], p.shape[1]] if p.route is Route.MATRIX else 0.0
         for p in parameters
         if p.layout is Layout.OWNER
     }

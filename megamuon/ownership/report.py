@@ -76,7 +76,7 @@ def tp_rank_times(plan: OwnershipPlan, cost_of: CostFunction) -> np.ndarray:
     """
     times = np.zeros((plan.topology.world, plan.topology.tp))
     for parameter in plan.parameters:
-        if parameter.route is not Route.MUON:
+        if parameter.route is not Route.MATRIX:
             continue
         owner = plan.owner_of(parameter.name) if parameter.layout is Layout.OWNER else slice(None)
         tp = slice(None) if parameter.cut is None else plan.tp_owner_of(parameter.name)
@@ -102,7 +102,7 @@ def summarize(plan: OwnershipPlan, *, rails: int | None = None) -> PlanReport:
         times[owner] += cost
         counts[owner] += len(members)
         bytes_held[owner] += unit.numel * plan.settings.bytes_per_element
-        muon = sum(p.numel for p in members if p.route is Route.MUON)
+        muon = sum(p.numel for p in members if p.route is Route.MATRIX)
         muon_bytes[owner] += muon * plan.settings.bytes_per_element
     per_rail = [values.reshape(-1, rails).sum(axis=0) for values in (counts, bytes_held, times)]
     orders = _publish_orders(plan, rails)

@@ -18,7 +18,7 @@ EVEN_BUCKET = -1  # in the place of a data-parallel owner
 
 def needs_tp_owner(parameter: LogicalParameter) -> bool:
     """Whether its update needs the whole matrix while tensor parallelism cuts it."""
-    return parameter.route is Route.MUON and parameter.cut is not None
+    return parameter.route is Route.MATRIX and parameter.cut is not None
 
 
 def choose_tp_owners(

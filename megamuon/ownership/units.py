@@ -43,7 +43,7 @@ def _is_matrix(parameter: LogicalParameter) -> bool:
     without Muon), whose bytes weigh as much. A router is element-wise work and goes to the tail.
     """
     matrix = parameter.kind is Kind.MATRIX and len(parameter.shape) == 2
-    return matrix or parameter.route is Route.MUON
+    return matrix or parameter.route is Route.MATRIX
 
 
 def _check_names(parameters: Iterable[LogicalParameter]) -> None:

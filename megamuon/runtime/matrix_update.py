@@ -61,7 +61,7 @@ class MatrixUpdate:
         self.state: dict[str, HeldState] = {}
         for group in groups:
             for segment in group.local:
-                if segment.window is not None and segment.parameter.route is Route.MUON:
+                if segment.window is not None and segment.parameter.route is Route.MATRIX:
                     self.state[segment.parameter.name] = self._initial(segment, dtype, device)
 
     def _initial(
@@ -183,7 +183,7 @@ class _SliceGather:
         device: torch.device,
     ) -> None:
         self.parameters = [
-            p for p in group.trainable if p.route is Route.MUON and p.layout is Layout.EVEN
+            p for p in group.trainable if p.route is Route.MATRIX and p.layout is Layout.EVEN
         ]
         self._tp_rank = tp_rank
         layout = place(self.parameters, dtype.itemsize, tp_rank)

@@ -204,7 +204,7 @@ class Runtime:
 
     def _held_state(self, parameter: LogicalParameter) -> HeldState:
         matrices = self._step.matrices
-        if parameter.route is Route.MUON and matrices is not None:
+        if parameter.route is Route.MATRIX and matrices is not None:
             return matrices.state[parameter.name]
         return HeldState(piece=self._step.state[parameter.name], whole={})
 

@@ -88,7 +88,7 @@ def shard(
         model,
         layers=layers,
         route=route,
-        matrices_to=Route.MUON if matrix else Route.ADAMW_OWNER,
+        matrices_to=Route.MATRIX if matrix else Route.ADAMW_OWNER,
         owner_layout=config.owner_layout,
         gathered_update=config.matrix_update == "gather",
         placements=placements,

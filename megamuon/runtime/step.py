@@ -93,7 +93,7 @@ class OwnerStep:
         self._decayed = {p.name for p in self.trainable if decays(p)}
         self.state: dict[str, dict[str, Tensor]] = {}  # of what is trained element by element
         for segment in self.segments():
-            if segment.window is not None and segment.parameter.route is not Route.MUON:
+            if segment.window is not None and segment.parameter.route is not Route.MATRIX:
                 master = segment.shaped(segment.master)
                 self.state[segment.parameter.name] = elementwise.init_state(master)
 
@@ -214,7 +214,7 @@ class OwnerStep:
         whole: list[Item] = []
         for group in groups:
             items = self._items(group, touched, lr_of, wd)
-            flat = [item for s, item in items.values() if s.parameter.route is not Route.MUON]
+            flat = [item for s, item in items.values() if s.parameter.route is not Route.MATRIX]
             if self.publication is None:
                 pending.extend(flat)  # one call for all groups: fewer and longer kernels
             elif flat:
@@ -222,8 +222,12 @@ class OwnerStep:
             if self.matrices is not None:
                 self.matrices(
                     group,
-                    {n: pair for n, pair in items.items() if pair[0].parameter.route is Route.MUON},
-                    [p for p in group.trainable if p.route is Route.MUON and p.name in touched],
+                    {
+                        n: pair
+                        for n, pair in items.items()
+                        if pair[0].parameter.route is Route.MATRIX
+                    },
+                    [p for p in group.trainable if p.route is Route.MATRIX and p.name in touched],
                     self._updated,
                     whole if self.publication is None else None,
                 )
@@ -266,7 +270,7 @@ class OwnerStep:
 
     def item_state(self, parameter: LogicalParameter) -> dict[str, Tensor]:
         """Optimizer state beside this rank's segment of a parameter."""
-        if parameter.route is Route.MUON and self.matrices is not None:
+        if parameter.route is Route.MATRIX and self.matrices is not None:
             return self.matrices.item_state(parameter.name)
         return self.state[parameter.name]
 
@@ -276,6 +280,6 @@ def _update_order(group: LayerGroup, touched: set[str]) -> list[LogicalParameter
     whole matrices, then matrices in tp pieces.
     """
     members = [p for p in group.trainable if p.name in touched and p.layout is Layout.OWNER]
-    flat = [p for p in members if p.route is not Route.MUON]
-    whole = [p for p in members if p.route is Route.MUON and p.cut is None]
-    return [*flat, *whole, *(p for p in members if p.route is Route.MUON and p.cut is not None)]
+    flat = [p for p in members if p.route is not Route.MATRIX]
+    whole = [p for p in members if p.route is Route.MATRIX and p.cut is None]
+    return [*flat, *whole, *(p for p in members if p.route is Route.MATRIX and p.cut is not None)]

@@ -149,8 +149,8 @@ class RunCheckpoints:
         parameters = {p.name for p in runtime.plan.parameters if p.trainable}
         kept: set[str] = set()
         if source.plan is not None and "sgd" not in (ours, source.optimizer):
-            before = {p.name for p in source.plan.parameters if p.route is not Route.MUON}
-            after = {p.name for p in runtime.plan.parameters if p.route is not Route.MUON}
+            before = {p.name for p in source.plan.parameters if p.route is not Route.MATRIX}
+            after = {p.name for p in runtime.plan.parameters if p.route is not Route.MATRIX}
             kept = before & after & parameters
         self.console.first(
             f"  optimizer changed from {source.optimizer} to {ours}: weights are kept; the"

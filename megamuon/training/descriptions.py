@@ -59,7 +59,9 @@ def describe_optimizer(config: Config, runtime: Runtime) -> str:
     routes = summarize(runtime.plan).routes
     flags, settings = config.optimizer, runtime.config.optimizer
     # The route of whole matrices is called after the first optimizer that took it.
-    routes = {flags.optimizer if name == Route.MUON else name: n for name, n in routes.items() if n}
+    routes = {
+        flags.optimizer if name == Route.MATRIX else name: n for name, n in routes.items() if n
+    }
     counts = ", ".join(f"{route} {count}" for route, count in routes.items())
     recipe = _RECIPES.get(flags.optimizer)
     parts = [f"optimizer {flags.optimizer}", *(recipe(config, settings) if recipe else ())]

@@ -20,7 +20,7 @@ def parameter(name: str, shape: tuple[int, int], dim: int, bounds: tuple[int, ..
         name=name,
         shape=shape,
         kind=Kind.MATRIX,
-        route=Route.MUON,
+        route=Route.MATRIX,
         layout=Layout.OWNER,
         reason="test",
         cut=Cut(dim=dim, bounds=bounds),

@@ -249,7 +249,7 @@ def test_a_step_reduces_what_was_only_kept(results: list[dict]) -> None:
 def test_the_route_function_wins(results: list[dict]) -> None:
     for result in results:
         assert result["routes"]["stem.weight"] == "adamw_sharded"
-        assert result["routes"]["head.weight"] == "muon"
+        assert result["routes"]["head.weight"] == "matrix"
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

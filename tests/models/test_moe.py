@@ -314,7 +314,7 @@ def test_names_kinds_and_fusion() -> None:
     assert not found[f"{layer}.shared_expert.down_proj.weight"].expert
     experts = [p for p in found.values() if p.expert]
     assert len(experts) == 2 * 5 * 3
-    assert all(p.route is Route.MUON and ".experts." in p.name for p in experts)
+    assert all(p.route is Route.MATRIX and ".experts." in p.name for p in experts)
     blocks: dict[str, list[str]] = {}
     for parameter in experts:
         blocks.setdefault(parameter.fusion, []).append(parameter.name)

@@ -117,11 +117,11 @@ def test_inventory(name: str) -> None:
     shapes = {p.name: p.shape for p in mine}
     assert shapes == {key: shape for key, (shape, _) in expected.items()}
     for parameter in mine:
-        is_matrix = parameter.route is Route.MUON
+        is_matrix = parameter.route is Route.MATRIX
         assert is_matrix == (expected[parameter.name][1] == "muon"), parameter.name
     totals = INVENTORIES[PUBLISHED[name]]["totals"]
     # As the tables count: routers and gates among the matrices.
-    matrices = [p for p in mine if p.route is Route.MUON or p.kind is Kind.ROUTER]
+    matrices = [p for p in mine if p.route is Route.MATRIX or p.kind is Kind.ROUTER]
     assert len(mine) == totals["tensors"]
     assert sum(p.numel for p in mine) == totals["numel"]
     assert len(matrices) == totals["muon_matrices"]
@@ -166,7 +166,7 @@ def test_the_paper_counts_all_2d_parameters() -> None:
     assert len(mine) == 4659
     assert sum(len(p.shape) == 2 for p in mine) == 4538
     assert sum(p.expert for p in mine) == 4320
-    assert sum(p.route is Route.MUON for p in mine) == 4488
+    assert sum(p.route is Route.MATRIX for p in mine) == 4488
 
 
 def test_a_model_of_many_experts_is_described_quickly() -> None:

@@ -209,10 +209,10 @@ def test_what_is_a_matrix() -> None:
             p.name: p for p in collect(GPT(model_config("nano-moe")), layers=GPT.layer_classes)
         }
     for part in ("q_proj", "k_proj", "v_proj"):
-        assert found[f"model.layers.0.self_attn.{part}.weight"].route.value == "muon"
+        assert found[f"model.layers.0.self_attn.{part}.weight"].route.value == "matrix"
     for part in ("gate_proj", "up_proj"):
-        assert found[f"model.layers.0.mlp.experts.0.{part}.weight"].route.value == "muon"
-    assert found["model.layers.0.mlp.gate.weight"].route.value != "muon"
+        assert found[f"model.layers.0.mlp.experts.0.{part}.weight"].route.value == "matrix"
+    assert found["model.layers.0.mlp.gate.weight"].route.value != "matrix"
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_micro_batches_multiply_gathers_and_reductions_but_not_the_publish() -> 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (2, 8), (4, 8), (32, 8)])
 def test_mean_bytes_are_those_of_section_4_4(rows: int, columns: int) -> None:
     """Parameters 2M/K + 4M/(RK), gradients and momentum 4M/(RK): DMuon-2, section 4.4."""
-    owned = [p for p in inventory("qwen2.5-7b") if p.route is Route.MUON]
+    owned = [p for p in inventory("qwen2.5-7b") if p.route is Route.MATRIX]
     plan = build_plan(owned, Topology(rows=rows, columns=columns), closed_form_cost())
     found, size = estimate(plan), sum(p.numel for p in owned)
     ranks = rows * columns

@@ -23,7 +23,7 @@ SHAPES = json.loads((DATA / "model_shapes.json").read_text(encoding="utf-8"))["m
 @pytest.mark.parametrize(("name", "title"), list(zip(inventory_names(), SHAPES, strict=True)))
 def test_totals_agree_with_the_published_tables(name: str, title: str) -> None:
     totals, parameters = SHAPES[title]["totals"], inventory(name, routers=Kind.MATRIX)
-    muon = [p for p in parameters if p.route is Route.MUON]
+    muon = [p for p in parameters if p.route is Route.MATRIX]
     assert len(parameters) == totals["tensors"]
     assert len({p.name for p in parameters}) == totals["tensors"]
     assert sum(p.numel for p in parameters) == totals["numel"]
@@ -44,7 +44,7 @@ def test_routers_are_updated_by_adamw_on_their_owner_unless_asked_for() -> None:
     assert len(routers) == 48
     assert {(p.route, p.layout) for p in routers} == {(Route.ADAMW_OWNER, Layout.OWNER)}
     counted = inventory("qwen1.5-moe-a2.7b", routers=Kind.MATRIX)
-    assert sum(p.route is Route.MUON for p in counted) == 4536
+    assert sum(p.route is Route.MATRIX for p in counted) == 4536
     assert not any(p.kind is Kind.ROUTER for p in counted)
 
 
@@ -103,7 +103,7 @@ def test_a_user_table() -> None:
             {"name": "f", "shape": [4, 4], "kind": "matrix", "frozen": True, "layer": "own"},
         ]
     )
-    assert [p.route.value for p in found] == ["adamw_sharded", "muon", "adamw_owner", "frozen"]
+    assert [p.route.value for p in found] == ["adamw_sharded", "matrix", "adamw_owner", "frozen"]
     assert [p.layer for p in found] == ["", "m.layers.2", "m.layers.2", "own"]
     assert [p.expert for p in found] == [False, True, False, False]
 

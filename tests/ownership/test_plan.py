@@ -93,6 +93,13 @@ def test_a_plan_survives_json() -> None:
         assert plan.first_difference(again) is None
 
 
+def test_a_plan_that_calls_the_route_after_its_first_optimizer_is_read() -> None:
+    plan = small_plan()
+    text = plan.to_json()
+    assert '"route":"matrix"' in text
+    assert OwnershipPlan.from_json(text.replace('"route":"matrix"', '"route":"muon"')) == plan
+
+
 def test_the_digest_does_not_depend_on_how_the_plan_was_made() -> None:
     assert small_plan().digest == small_plan().digest
     assert len(small_plan().digest) == 64

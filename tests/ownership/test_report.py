@@ -33,7 +33,7 @@ def test_figures_of_each_rank() -> None:
     # each row holds 3 rows of the embedding per column: 12 elements of 8 bytes
     assert report.rank_optimizer_bytes == (96 + 64, 96 + 32, 96 + 32, 96)
     assert report.optimizer_state_gib_busiest == 160 / 2**30
-    assert report.routes == {"muon": 2, "adamw_owner": 1, "adamw_sharded": 1, "frozen": 1}
+    assert report.routes == {"matrix": 2, "adamw_owner": 1, "adamw_sharded": 1, "frozen": 1}
     assert report.busiest_over_mean_ns == 8 / 3.5
     assert report.busiest_over_mean_bytes == 80 / 34
     assert report.busiest_over_mean_muon_bytes_nonempty_owners == 32 / 24

@@ -90,14 +90,14 @@ def test_tp_ranks_share_the_work_of_a_real_model(tp: int) -> None:
     parameters = cut_by_name(inventory("qwen2.5-7b"), tp)
     cost = closed_form_cost()
     plan = build_plan(parameters, Topology(rows=2, columns=4, tp=tp), cost)
-    wanted = sorted(p.name for p in parameters if p.route is Route.MUON and p.cut is not None)
+    wanted = sorted(p.name for p in parameters if p.route is Route.MATRIX and p.cut is not None)
     assert [name for name, _ in plan.tp_owners] == wanted
     times = tp_rank_times(plan, cost)
     whole = np.zeros(8)
     for owner, ms in zip(plan.owners, plan.costs, strict=True):
         whole[owner] += ms
     np.testing.assert_allclose(times.sum(axis=1), whole)
-    longest = max(cost(*p.shape) for p in parameters if p.route is Route.MUON)
+    longest = max(cost(*p.shape) for p in parameters if p.route is Route.MATRIX)
     assert (times.max(axis=1) - times.min(axis=1) <= longest).all()
 
 

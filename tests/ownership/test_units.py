@@ -43,7 +43,7 @@ def test_units_of_published_models(
     alone = [u for u in units if u.numel >= UNIT_THRESHOLD and len(u.members) == 1]
     (merged,) = [u for u in units if u not in alone]
     assert sorted(u.numel * 2 / MIB for u in alone) == large
-    muon = sum(by_name[name].route is Route.MUON for name in merged.members)
+    muon = sum(by_name[name].route is Route.MATRIX for name in merged.members)
     assert (len(merged.members), muon) == small[:2]
     assert merged.numel * 2 / MIB == pytest.approx(small[2], abs=0.0006)
 

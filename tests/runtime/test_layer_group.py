@@ -25,7 +25,7 @@ def parameter(name: str, *shape: int, route: Route, even: bool = False) -> Logic
 PARAMETERS = (
     parameter("table", 5, 2, route=Route.ADAMW_SHARDED, even=True),
     parameter("frozen", 4, 3, route=Route.FROZEN),
-    parameter("matrix", 3, 4, route=Route.MUON),
+    parameter("matrix", 3, 4, route=Route.MATRIX),
     parameter("scalar", route=Route.ADAMW_OWNER),
 )
 

@@ -16,7 +16,7 @@ MATRIX = LogicalParameter(
     name="w",
     shape=(8, 16),
     kind=Kind.MATRIX,
-    route=Route.MUON,
+    route=Route.MATRIX,
     layout=Layout.OWNER,
     reason="test",
 )

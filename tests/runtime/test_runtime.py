@@ -72,7 +72,7 @@ def test_muon_on_slices_is_refused() -> None:
     config = RuntimeConfig(owner_layout=False, optimizer=OptimizerSettings(matrices="adam"))
 
     def route(name: str, *_: object) -> Route | None:
-        return Route.MUON if name == "blocks.0.up.weight" else None
+        return Route.MATRIX if name == "blocks.0.up.weight" else None
 
     with pytest.raises(RoutingError, match=r"blocks\.0\.up\.weight.*whole matrices"):
         shard(Stack(), layers=(Block,), config=config, route=route)

@@ -34,7 +34,7 @@ def parameter(name: str, *shape: int, layer: str = "", **changes: object) -> Log
         "name": name,
         "shape": shape,
         "kind": Kind.MATRIX if matrix else Kind.VECTOR,
-        "route": Route.MUON if matrix else Route.ADAMW_OWNER,
+        "route": Route.MATRIX if matrix else Route.ADAMW_OWNER,
         "layout": Layout.OWNER,
         "reason": "test",
         "layer": layer,

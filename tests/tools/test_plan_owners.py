@@ -69,7 +69,7 @@ def test_the_command_of_the_readme_runs_without_installation(tmp_path: Path) -> 
     )
     content = json.loads(path.read_text(encoding="utf-8"))
     assert list(content) == KEYS
-    assert content["routes"] == {"muon": 196, "adamw_owner": 141, "adamw_sharded": 1, "frozen": 0}
+    assert content["routes"] == {"matrix": 196, "adamw_owner": 141, "adamw_sharded": 1, "frozen": 0}
     assert len(content["rails"]) == 8
     names = {"parameters", "mib", "ns_ms", "publish_order"}
     assert all(set(rail) == names for rail in content["rails"])
@@ -149,13 +149,13 @@ def test_moe_figures(tmp_path: Path) -> None:
     found = figures(tmp_path, *MOE)
     assert found["owner_window_mib"] <= 110.0
     assert found["busiest_over_mean_bytes"] <= 1.078
-    assert found["routes"]["muon"] == 4488
+    assert found["routes"]["matrix"] == 4488
     merged = figures(tmp_path, *MOE, "--merge-experts")
     assert round(merged["owner_window_mib"], 2) == 1022.26
     assert round(merged["busiest_over_mean_muon_bytes_nonempty_owners"], 3) == 3.757
     # The published pair: time alone decides.
     paper = figures(tmp_path, *MOE, "--routers", "muon", "--owner-byte-cap", "none")
-    assert paper["routes"]["muon"] == 4536
+    assert paper["routes"]["matrix"] == 4536
     assert paper["owner_window_mib"] == 110.0
     assert round(paper["busiest_over_mean_bytes"], 4) == 1.0782
 
@@ -208,7 +208,7 @@ def test_shard_size_cuts_nodes_or_spans_them(tmp_path: Path) -> None:
 def test_a_user_table_of_shapes(tmp_path: Path) -> None:
     path = tmp_path / "shapes.json"
     path.write_text('[{"name": "a", "shape": [8, 8], "kind": "matrix"}]', encoding="utf-8")
-    assert figures(tmp_path, "--shapes", str(path))["routes"]["muon"] == 1
+    assert figures(tmp_path, "--shapes", str(path))["routes"]["matrix"] == 1
 
 
 def test_every_model_of_the_list_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from megamuon.runtime import Runtime
 
 FP32 = 4  # bytes
 SCALAR = 4  # AdamW's step counter, one per piece of a parameter
-STATE_PER_ELEMENT = {Route.MUON: FP32, Route.ADAMW_OWNER: 2 * FP32, Route.ADAMW_SHARDED: 2 * FP32}
+STATE_PER_ELEMENT = {Route.MATRIX: FP32, Route.ADAMW_OWNER: 2 * FP32, Route.ADAMW_SHARDED: 2 * FP32}
 
 
 def reachable_tensors(root: object) -> Iterator[Tensor]:
@@ -129,7 +129,7 @@ def plan_bytes(plan: OwnershipPlan, rank: int) -> int:
             if segment.rank == rank and parameter.trainable:
                 per_element = 2 * FP32 + STATE_PER_ELEMENT[parameter.route]
                 total += (segment.stop - segment.start) * per_element
-                total += 0 if parameter.route is Route.MUON else SCALAR
+                total += 0 if parameter.route is Route.MATRIX else SCALAR
     return total
 
 

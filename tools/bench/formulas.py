@@ -109,14 +109,14 @@ def traffic_formula(plan: OwnershipPlan, shape: Shape, *, padding: bool = True) 
         ("publish", ACROSS): (rows - 1) * owned * widths.compute,
     }
     if shape.line == "B":
-        matrices = sum(size(p) for p in trained if p.route is Route.MUON)
+        matrices = sum(size(p) for p in trained if p.route is Route.MATRIX)
         forms["matrix_gather", INSIDE] = rows * (columns - 1) * matrices * widths.master
     return {key: nbytes for key, nbytes in forms.items() if nbytes}
 
 
 def _state_width(parameter: LogicalParameter, widths: Widths) -> int:
     """Bytes of optimizer state per element: momentum, or AdamW's two moments."""
-    return widths.master * (1 if parameter.route is Route.MUON else 2) * parameter.trainable
+    return widths.master * (1 if parameter.route is Route.MATRIX else 2) * parameter.trainable
 
 
 def resident_formula(plan: OwnershipPlan, shape: Shape) -> dict[str, float]:

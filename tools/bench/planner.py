@@ -40,7 +40,7 @@ def synthetic_model(units: int, layers: int) -> list[LogicalParameter]:
                 name=f"{layer}.mlp.experts.{index}.weight",
                 shape=shapes[index % len(shapes)],
                 kind=Kind.MATRIX,
-                route=Route.MUON,
+                route=Route.MATRIX,
                 layout=Layout.OWNER,
                 reason="synthetic",
                 layer=layer,

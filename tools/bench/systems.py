@@ -297,6 +297,6 @@ def step_flops(setting: Setting, world: int, plan: OwnershipPlan) -> tuple[float
     newton_schulz = sum(
         newton_schulz_flops(*parameter.shape, NewtonSchulzConfig())
         for parameter in plan.parameters
-        if parameter.route is Route.MUON
+        if parameter.route is Route.MATRIX
     )
     return tokens * flops_per_token(setting.model, setting.positions), newton_schulz
