@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.ownership.groups import GroupKey, group_of
 from megamuon.ownership.plan import OwnershipPlan
 
 MOMENTUM_BYTES = 4  # one FP32 value per element of a Muon matrix
@@ -101,20 +102,14 @@ class _Group:
         return self.owned_trainable.sum(axis=0) + self.sliced_trainable[0]
 
 
-def _group_key(parameter: LogicalParameter) -> str:
-    table = parameter.layout is Layout.EVEN and len(parameter.shape) > 1
-    return f"table:{parameter.name}" if table and not parameter.layer else parameter.layer
-
-
 def _groups(plan: OwnershipPlan) -> list[_Group]:
     grid = plan.topology
-    found: dict[str, _Group] = {}
+    found: dict[GroupKey, _Group] = {}
     for parameter in plan.parameters:
-        key = _group_key(parameter)
+        key = group_of(parameter)
         if key not in found:
-            stays = not parameter.layer and (key == "" or bool(parameter.aliases))
             blank = [np.zeros((grid.rows, grid.columns), dtype=np.int64) for _ in range(4)]
-            found[key] = _Group(stays, *blank)
+            found[key] = _Group(key.kept, *blank)
         group = found[key]
         for rank, start, stop in plan.segments(parameter.name):
             if parameter.layout is Layout.OWNER:

@@ -38,7 +38,7 @@ from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import PieceExchange, sum_in_order
 from megamuon.runtime.fabric import FabricChoice, choose_fabric
-from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
+from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication
 from megamuon.runtime.reductions import Reductions
@@ -159,7 +159,7 @@ def build_parts(
         transport,
         reductions=reductions,
         zero_stage=config.zero_stage,
-        kept=kept_groups(groups),
+        kept={group.index for group in groups if group.key.kept},
         agreement=WorldAgreement(group=grid.world, device=device),
         rounds=Rounds(row_group, len(groups), traffic) if row_group is not None else None,
         sent_dtype=config.sent_dtype,
@@ -231,15 +231,6 @@ def _transports(
     if ready is None:
         return transport, reducer
     return ReadyTransport(transport, ready), ReadyReducer(reducer, ready)
-
-
-def kept_groups(groups: Sequence[LayerGroup]) -> set[int]:
-    """The root's loose parameters, and token tables that are tied to a head."""
-    return {
-        g.index
-        for g in groups
-        if g.name == ROOT_GROUP or (g.name.startswith("table:") and g.parameters[0].aliases)
-    }
 
 
 def elementwise_optimizer(settings: OptimizerSettings) -> OwnerOptimizer:

@@ -20,12 +20,11 @@ from megamuon.collectives import StagedWork, Work
 from megamuon.kernels.linear import SLOT, GradientSlot
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
+from megamuon.ownership.groups import GroupKey
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.buffers import BufferLayout, FlatBuffer, place
 from megamuon.runtime.group_tables import column_table, holder, two_stage_table
 from megamuon.runtime.released import Guard, assign_data
-
-ROOT_GROUP = ""  # name of the group of loose parameters: outside every layer, and no sliced table
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,7 +112,7 @@ class LayerGroup:
         self,
         *,
         index: int,
-        name: str,
+        key: GroupKey,
         parameters: Sequence[LogicalParameter],
         plan: OwnershipPlan,
         mesh: Mesh,
@@ -123,7 +122,8 @@ class LayerGroup:
         resident: bool = False,
     ) -> None:
         self.index = index
-        self.name = name
+        self.key = key
+        self.name = key.name  # "" for the root's
         self.parameters = tuple(parameters)
         self.trainable = tuple(p for p in self.parameters if p.trainable)
         self.has_frozen = len(self.trainable) < len(self.parameters)

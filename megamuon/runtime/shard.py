@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from megamuon.collectives.ready import ReadyReducer
 from megamuon.matrices import (
-    Layout,
     LogicalParameter,
     Placement,
     Route,
@@ -26,6 +25,7 @@ from megamuon.matrices import (
     collect,
 )
 from megamuon.mesh import Mesh
+from megamuon.ownership.groups import GroupKind, grouped
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan, muon_shapes, planned_units
 from megamuon.ownership.settings import Topology
@@ -43,7 +43,7 @@ from megamuon.runtime.initial import (
     parameter_seed,
     weights_from,
 )
-from megamuon.runtime.layer_group import ROOT_GROUP, LayerGroup
+from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.measure import cost_function
 from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.publish import Publication
@@ -206,26 +206,13 @@ def _parameters_by_name(
     return {parameter.name: named[parameter.name] for parameter in parameters}
 
 
-def group_names(parameters: Sequence[LogicalParameter]) -> dict[str, list[LogicalParameter]]:
-    """Parameters by layer group: the root's loose ones, then layers, token tables and heads as
-    registered.
-    """
-    names: dict[str, list[LogicalParameter]] = {ROOT_GROUP: []}
-    for parameter in parameters:
-        key = parameter.layer
-        if not key and parameter.layout is Layout.EVEN and len(parameter.shape) > 1:
-            key = f"table:{parameter.name}"
-        names.setdefault(key, []).append(parameter)
-    return {name: members for name, members in names.items() if members}
-
-
 def _build_groups(
     plan: OwnershipPlan, mesh: Mesh, config: RuntimeConfig, device: torch.device
 ) -> tuple[LayerGroup, ...]:
     return tuple(
         LayerGroup(
             index=index,
-            name=name,
+            key=key,
             parameters=members,
             plan=plan,
             mesh=mesh,
@@ -234,7 +221,7 @@ def _build_groups(
             device=device,
             resident=config.zero_stage == 1,
         )
-        for index, (name, members) in enumerate(group_names(plan.parameters).items())
+        for index, (key, members) in enumerate(grouped(plan.parameters).items())
     )
 
 
@@ -319,12 +306,12 @@ def _attach(
         group.install(parameters, engine.need_backward, engine.reductions.before_write)
         using = [m for p in parameters.values() for m in owners[id(p)]]
         holders.extend(using)
-        if group.name == ROOT_GROUP:
+        if group.key.kind is GroupKind.ROOT:
             modules: list[nn.Module] = [model]
-        elif group.name.startswith("table:"):
+        elif group.key.kind is GroupKind.TABLE:
             modules = list(dict.fromkeys(using))
         else:
-            layer = model.get_submodule(group.name)
+            layer = model.get_submodule(group.key.layer)
             inside = set(layer.modules())
             # Modules elsewhere that share a weight with the layer compute without calling it.
             modules = [layer, *(m for m in dict.fromkeys(using) if m not in inside)]

@@ -7,6 +7,7 @@ import torch
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route
 from megamuon.mesh import Mesh
 from megamuon.ownership import Topology, build_plan, closed_form_cost
+from megamuon.ownership.groups import group_of
 from megamuon.runtime.layer_group import LayerGroup
 
 
@@ -36,7 +37,7 @@ def groups(world: int) -> list[LayerGroup]:
     return [
         LayerGroup(
             index=0,
-            name="layers.0",
+            key=group_of(PARAMETERS[0]),
             parameters=PARAMETERS,
             plan=plan,
             mesh=Mesh(

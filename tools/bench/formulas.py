@@ -38,6 +38,7 @@ from dataclasses import dataclass
 
 from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.ownership import OwnershipPlan
+from megamuon.ownership.groups import group_of
 
 INSIDE, ACROSS = "inside_rows", "across_rows"
 RESIDENT = ("parameters", "gradients", "optimizer_state")
@@ -60,14 +61,6 @@ class Shape:
     line: str
     zero_stage: int
     widths: Widths
-
-
-def stays(parameter: LogicalParameter) -> bool:
-    """Whether its group stays gathered from forward to backward at any ZeRO stage."""
-    if parameter.layer:
-        return False
-    table = parameter.layout is Layout.EVEN and len(parameter.shape) > 1
-    return bool(parameter.aliases) or not table
 
 
 def padded_numel(piece: tuple[int, ...], columns: int) -> int:
@@ -97,7 +90,7 @@ def traffic_formula(plan: OwnershipPlan, shape: Shape, *, padding: bool = True) 
     rows, columns = plan.topology.rows, plan.topology.columns
     widths, size = shape.widths, _sizes(plan, padding and shape.line == "A")
     passes = 2 if shape.zero_stage == 3 else 1
-    everything = sum(size(p) * (1 if stays(p) else passes) for p in plan.parameters)
+    everything = sum(size(p) * (1 if group_of(p).kept else passes) for p in plan.parameters)
     trained = [p for p in plan.parameters if p.trainable]
     owned = sum(size(p) for p in trained if p.layout is Layout.OWNER)
     sliced = sum(size(p) for p in trained if p.layout is Layout.EVEN)

@@ -1,0 +1,69 @@
+"""Which parameters are gathered and reduced together?  Layer groups, what FSDP2 calls a unit.
+
+Owns ``group_of``, the one rule that runtime, estimates and closed forms share: a layer's parameters
+form one group, a token table or head that lies in slices outside every layer one of its own, and
+all that is left over the root's. Invariant: a group depends on the logical parameter alone, so it
+is the same on every rank and at every grid size. Tested by ``tests/ownership/test_groups.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megamuon.matrices import Layout, LogicalParameter
+
+
+class GroupKind(StrEnum):
+    """What the parameters of a group have in common."""
+
+    ROOT = "root"  # loose parameters outside every layer
+    LAYER = "layer"  # one of the classes that ``shard`` was given
+    TABLE = "table"  # one token table, or one head
+
+
+class Plane(StrEnum):
+    """A set of communicators: all parameters of a group are gathered and reduced along its axes."""
+
+    DENSE = "dense"  # the whole replicate and shard axes
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """Which group a parameter is in."""
+
+    kind: GroupKind
+    layer: str  # module path of a layer, name of a table's parameter, "" for the root
+    plane: Plane
+    kept: bool  # gathered once per pass at ZeRO-3 too: used at both of its ends
+
+    @property
+    def name(self) -> str:
+        """The group's name in messages and in the order that all ranks compare."""
+        return f"table:{self.layer}" if self.kind is GroupKind.TABLE else self.layer
+
+
+def group_of(parameter: LogicalParameter) -> GroupKey:
+    """The group of ``parameter``.
+
+    The root's group stays gathered from forward to backward, and so does a table that is tied to
+    the head.
+    """
+    kind, layer, kept = GroupKind.ROOT, "", True
+    if parameter.layer:
+        kind, layer, kept = GroupKind.LAYER, parameter.layer, False
+    elif parameter.layout is Layout.EVEN and len(parameter.shape) > 1:
+        kind, layer, kept = GroupKind.TABLE, parameter.name, bool(parameter.aliases)
+    return GroupKey(kind=kind, layer=layer, plane=Plane.DENSE, kept=kept)
+
+
+def grouped(
+    parameters: Iterable[LogicalParameter],
+) -> dict[GroupKey, tuple[LogicalParameter, ...]]:
+    """Parameters by group: the root's first, the others in the order of their first members."""
+    found: dict[GroupKey, list[LogicalParameter]] = {}
+    for parameter in parameters:
+        found.setdefault(group_of(parameter), []).append(parameter)
+    order = sorted(found, key=lambda key: key.kind is not GroupKind.ROOT)  # stable
+    return {key: tuple(found[key]) for key in order}
