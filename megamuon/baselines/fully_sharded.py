@@ -20,7 +20,6 @@ from torch import nn
 
 from megamuon import mesh as grid
 from megamuon.baselines.fully_sharded_build import (
-    Fill,
     device_mesh,
     exchange,
     guard,
@@ -38,7 +37,7 @@ from megamuon.mesh import Mesh
 from megamuon.runtime.assembly import device_of, elementwise_optimizer
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.exchange import PieceExchange
-from megamuon.runtime.initial import CheckedFill, check_present_weights, weights_from
+from megamuon.runtime.initial import CheckedFill, Fill, check_present_weights, weights_from
 from megamuon.runtime.module_buffers import ModuleBuffers
 
 
@@ -129,6 +128,8 @@ def _build(
             settings=config.optimizer,
             traffic=traffic,
         ),
+        world=dist.group.WORLD,
+        traffic=traffic,
         buffers=buffers,
         owns_process_group=owns_process_group,
     )

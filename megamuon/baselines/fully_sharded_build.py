@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megamuon.baselines.fully_sharded_step import ShardedPiece
 from megamuon.matrices import (
@@ -100,7 +101,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def pieces_of(
-    plan: OwnershipPlan, tensors: Mapping[str, nn.Parameter], mesh: Mesh
+    plan: OwnershipPlan, tensors: Mapping[str, DTensor], mesh: Mesh
 ) -> tuple[ShardedPiece, ...]:
     """What FSDP2 left on this rank of each parameter, in the order of the plan."""
     pieces = []
@@ -127,7 +128,7 @@ def wrap(
     mesh: Mesh,
     grids: DeviceMesh,
     initial: Fill | None,
-) -> tuple[dict[str, nn.Parameter], tuple[FSDPModule, ...]]:
+) -> tuple[dict[str, DTensor], tuple[FSDPModule, ...]]:
     """Fill the weights and apply ``fully_shard``, group by group, the root last.
 
     Returns the sharded parameters by canonical name, and the modules of the groups. Raises
@@ -150,7 +151,7 @@ def wrap(
             _fill(parameter, holders[parameter.name], config, mesh, initial)
         module = model.get_submodule(path)
         mine = {_held(holders[parameter.name]) for parameter in members}
-        fully_shard(
+        wrapped = fully_shard(
             module,
             mesh=data,
             reshard_after_forward=bool(path) and config.zero_stage == 3,
@@ -158,8 +159,8 @@ def wrap(
             # Weights that the group shares with modules outside are the root's.
             ignored_params={p for p in module.parameters() if p not in mine} if path else None,
         )
-        modules.append(module)
-    return {p.name: _held(holders[p.name]) for p in parameters}, tuple(modules)
+        modules.append(wrapped)
+    return {p.name: _sharded(p.name, holders[p.name]) for p in parameters}, tuple(modules)
 
 
 def _without_views(_: nn.Module, args: object, output: object) -> object:
@@ -208,7 +209,14 @@ def _holders(model: nn.Module, parameters: Sequence[LogicalParameter]) -> Holder
 
 def _held(places: Sequence[tuple[nn.Module, str]]) -> nn.Parameter:
     module, attribute = places[0]
-    return module._parameters[attribute]  # type: ignore[return-value]
+    return module.get_parameter(attribute)
+
+
+def _sharded(name: str, places: Sequence[tuple[nn.Module, str]]) -> DTensor:
+    held = _held(places)
+    if not isinstance(held, DTensor):
+        raise ValueError(f"{name}: fully_shard left a {type(held).__name__}, not a DTensor")
+    return held
 
 
 def _groups(

@@ -1,15 +1,14 @@
 """A model under FSDP2 in training: step, state, memory.
 
-Owns ``FullyShardedRuntime``, the handle that a training loop holds in the place of ``Runtime``.
-Invariant: its methods, names and shapes are those of ``Runtime`` with AdamW; state is read from and
-written to FSDP2's own shards. Tested by ``tests/distributed/test_fully_sharded.py``.
+Owns ``FullyShardedRuntime``, a ``TrainableRuntime``. Invariant: names, shapes and dtypes of its
+state are those of ``Runtime`` with AdamW; state is read from and written to FSDP2's own shards.
+Tested by ``tests/distributed/test_fully_sharded.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +21,16 @@ from megamuon.baselines.fully_sharded_accumulation import WideAccumulation
 from megamuon.baselines.fully_sharded_build import present
 from megamuon.baselines.fully_sharded_step import FullyShardedStep
 from megamuon.checkpoint.tensors import StoredTensor
-from megamuon.matrices import LogicalParameter, routing_report
+from megamuon.collectives.traffic import Traffic
+from megamuon.matrices import routing_report
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import PieceExchange
 from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.released import TRAINABLE, ReleasedWeightError
-from megamuon.runtime.step import StepResult
+from megamuon.runtime.step_parts import RateOf, StepResult, norm_over_ranks
+from megamuon.runtime.trainable import OPTIMIZER_PREFIX, TrainableRuntime
 from megamuon.runtime.weights import (
     LoadedParameters,
     Shown,
@@ -39,21 +40,9 @@ from megamuon.runtime.weights import (
     swapped,
 )
 
-OPTIMIZER_PREFIX = "optimizer."
 
-
-@dataclass
-class Passes:
-    """What callers read of the owner runtime's engine, as far as FSDP2 has it."""
-
-    version: int = 0  # applied updates and loads
-
-    def finish_reductions(self) -> None:
-        """Nothing to wait for: FSDP2 ends its reductions with the backward pass."""
-
-
-class FullyShardedRuntime:
-    """What ``fully_shard_model`` returns; its methods are those of ``Runtime``."""
+class FullyShardedRuntime(TrainableRuntime):
+    """What ``fully_shard_model`` returns."""
 
     def __init__(
         self,
@@ -66,6 +55,8 @@ class FullyShardedRuntime:
         exchange: PieceExchange,
         modules: Sequence[FSDPModule],
         step: FullyShardedStep,
+        world: dist.ProcessGroup | None,
+        traffic: Traffic,
         buffers: ModuleBuffers,
         owns_process_group: bool,
     ) -> None:
@@ -74,12 +65,11 @@ class FullyShardedRuntime:
         self.rank = mesh.data_parallel_rank
         self.config = config
         self.mesh = mesh
-        self.groups: tuple[()] = ()  # layer groups are FSDP2's
-        self.engine = Passes()
         self.exchange = exchange
         self.buffers = buffers
-        self.world = step.world
-        self.traffic = step.traffic  # bytes that this rank has sent
+        self.world = world
+        self.traffic = traffic
+        self._version = 0
         self._shard_group = shard_group
         self._modules = tuple(modules)  # the root last
         self._step = step
@@ -89,11 +79,12 @@ class FullyShardedRuntime:
 
     # --- training --------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> int:
+        return self._version
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes inside keep their whole gradients on the rank; the next one outside
-        reduces the sum.  It nests: the outermost one counts.
-        """
         root = self._modules[-1]
         self._accumulating += 1
         self._wide.begin()
@@ -104,12 +95,15 @@ class FullyShardedRuntime:
             self._accumulating -= 1
             root.set_requires_gradient_sync(self._accumulating == 0)
 
+    def finish_reductions(self) -> None:
+        """Nothing to wait for: FSDP2 ends its reductions with the backward pass."""
+
     def step(
         self,
         lr: float,
         wd: float = 0.0,
         *,
-        lr_of: Callable[[LogicalParameter], float] | None = None,
+        lr_of: RateOf | None = None,
     ) -> StepResult:
         """Update this rank's rows with the gradients since the last step.
 
@@ -124,11 +118,10 @@ class FullyShardedRuntime:
         self._wide.end()
         self._reshard()
         if not result.skipped:
-            self.engine.version += 1
+            self._version += 1
         return result
 
     def clear_gradients(self) -> None:
-        """Forget all gradients since the last step."""
         for piece in self._step.trainable:
             piece.tensor.grad = None
         for held in self._fsdp_parameters():
@@ -201,16 +194,15 @@ class FullyShardedRuntime:
     def loaded(self) -> None:
         """Masters were written from outside: gathered weights are stale now."""
         self._reshard()
-        self.engine.version += 1
+        self._version += 1
 
-    # --- whole weights: see Runtime --------------------------------------------------------------
+    # --- whole weights ---------------------------------------------------------------------------
 
     def masters(self) -> list[Tensor]:
-        """See Runtime.masters: this rank's rows of each parameter."""
+        """This rank's rows of each parameter."""
         return [piece.master for piece in self._step.pieces]
 
     def swapped(self, values: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """See Runtime.swapped."""
         return swapped(self, values)
 
     def load_parameters(
@@ -220,14 +212,13 @@ class FullyShardedRuntime:
         source_rank: int | None = None,
         strict: bool = True,
     ) -> LoadedParameters:
-        """See Runtime.load_parameters."""
         return load_parameters(self, values, source_rank=source_rank, strict=strict)
 
     @contextmanager
     def gathered(
         self, module: nn.Module | None = None, *, write: bool = False
     ) -> Iterator[nn.Module]:
-        """See Runtime.gathered: FSDP2's own gather. A forward pass inside ends it early."""
+        """FSDP2's own gather. A forward pass inside ends it early."""
         wanted = names_under(self.model, module)
         before = present(self.model, self.plan.parameters)
         pieces = {p.parameter.name: p for p in self._step.pieces}
@@ -277,23 +268,16 @@ class FullyShardedRuntime:
             yield parameter.name, local
 
     def parameter_norm(self) -> float:
-        """L2 norm of all parameters, each element once.  A collective of one scalar."""
-        total = torch.zeros(1, dtype=torch.float64)
-        for piece in self._step.pieces:
-            if piece.counts:
-                total += piece.master.detach().to("cpu", torch.float64).square().sum()
-        total = total.to(self.mesh.device)
-        dist.all_reduce(total, group=self._step.world)
-        return float(total.sqrt())
+        mine = (piece.master for piece in self._step.pieces if piece.counts)
+        return norm_over_ranks(mine, self.world, self.mesh.device)
 
     # --- reports ---------------------------------------------------------------------------------
 
     def report(self) -> str:
-        """Routes, reasons and counts."""
         return routing_report(self.plan.parameters)
 
     def notes(self) -> list[str]:
-        """See Runtime.notes: torch's collectives leave nothing to say."""
+        """Torch's collectives leave nothing to say."""
         return []
 
     def copied_share(self) -> float:
@@ -301,6 +285,9 @@ class FullyShardedRuntime:
         reductions.
         """
         return 1.0
+
+    def publish_wait(self) -> None:
+        """Nothing is published."""
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds right now, by the kinds of ``Runtime.memory``; masters with

@@ -7,6 +7,14 @@ Owns the public names of the room. It is the only room that knows the others. Te
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.runtime import Runtime
 from megamuon.runtime.shard import shard
-from megamuon.runtime.step import StepResult
+from megamuon.runtime.step_parts import StepResult
+from megamuon.runtime.trainable import TrainableRuntime
 
-__all__ = ["OptimizerSettings", "Runtime", "RuntimeConfig", "StepResult", "shard"]
+__all__ = [
+    "OptimizerSettings",
+    "Runtime",
+    "RuntimeConfig",
+    "StepResult",
+    "TrainableRuntime",
+    "shard",
+]

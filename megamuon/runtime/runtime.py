@@ -7,12 +7,11 @@ masters, never through the compute buffers, which may be released. Tested by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamuon.checkpoint.tensors import StoredTensor
@@ -27,7 +26,9 @@ from megamuon.runtime.matrix_update import HeldState
 from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import Memory, OpenPool, open_pool
-from megamuon.runtime.step import OwnerStep, StepResult
+from megamuon.runtime.step import OwnerStep
+from megamuon.runtime.step_parts import RateOf, StepResult, norm_over_ranks
+from megamuon.runtime.trainable import OPTIMIZER_PREFIX, TrainableRuntime
 from megamuon.runtime.weights import (
     LoadedParameters,
     Shown,
@@ -38,8 +39,6 @@ from megamuon.runtime.weights import (
     show,
     swapped,
 )
-
-OPTIMIZER_PREFIX = "optimizer."
 
 
 class PoolHook(Protocol):
@@ -52,7 +51,7 @@ class PoolHook(Protocol):
         """An update has ended; True: the pool is open, or never will be, and nobody asks again."""
 
 
-class Runtime:
+class Runtime(TrainableRuntime):
     """What ``shard`` returns."""
 
     def __init__(
@@ -89,11 +88,12 @@ class Runtime:
 
     # --- training --------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Backward passes inside keep their gradients on the rank; the next one outside reduces the
-        sum.  It nests: the outermost one counts.
-        """
         self._accumulating += 1
         self.engine.accumulate_only = True
         try:
@@ -102,12 +102,15 @@ class Runtime:
             self._accumulating -= 1
             self.engine.accumulate_only = self._accumulating > 0
 
+    def finish_reductions(self) -> None:
+        self.engine.finish_reductions()
+
     def step(
         self,
         lr: float,
         wd: float = 0.0,
         *,
-        lr_of: Callable[[LogicalParameter], float] | None = None,
+        lr_of: RateOf | None = None,
     ) -> StepResult:
         """Update all owned parameters with the gradients since the last step.
 
@@ -136,7 +139,6 @@ class Runtime:
         return result
 
     def clear_gradients(self) -> None:
-        """Forget all gradients since the last step."""
         self.engine.settle_passes()
         self.engine.finish_reductions()
         self.engine.accumulated = False
@@ -239,15 +241,9 @@ class Runtime:
     # --- whole weights ---------------------------------------------------------------------------
 
     def masters(self) -> list[Tensor]:
-        """This rank's share of the weights in the master dtype, flat, always in the same order; the
-        tensors are the live ones. Call ``loaded`` on every rank after writing to them.
-        """
         return [group.master for group in self.groups]
 
     def swapped(self, values: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """A context in which the model computes with ``values``, one for each of ``masters()``,
-        such as a moving average of them. A collective at both ends.
-        """
         return swapped(self, values)
 
     def load_parameters(
@@ -257,13 +253,6 @@ class Runtime:
         source_rank: int | None = None,
         strict: bool = True,
     ) -> LoadedParameters:
-        """Fill weights and persistent buffers from whole tensors by name, such as a state dict:
-        given on every rank, or on ``source_rank`` alone (None on the others). The optimizer's state
-        stays. A collective.
-
-        Raises ValueError for names (if ``strict``) and shapes that do not fit the model, and
-        ReplicaMismatchError where ranks were given different values, before anything is written.
-        """
         return load_parameters(self, values, source_rank=source_rank, strict=strict)
 
     @contextmanager
@@ -344,15 +333,8 @@ class Runtime:
             group.release_weights()
 
     def parameter_norm(self) -> float:
-        """L2 norm of all parameters, each element once.  A collective of one scalar."""
-        total = torch.zeros(1, dtype=torch.float64)
-        for segment in self._step.segments():
-            if self._step.counts(segment.parameter):
-                total += segment.master.to("cpu", torch.float64).square().sum()
-        if self._step.group is not None:
-            total = total.to(self.groups[0].master.device)
-            dist.all_reduce(total, group=self._step.group)
-        return float(total.sqrt())
+        mine = (s.master for s in self._step.segments() if self._step.counts(s.parameter))
+        return norm_over_ranks(mine, self.world, self.mesh.device)
 
     # --- reports ---------------------------------------------------------------------------------
 
@@ -365,8 +347,11 @@ class Runtime:
         return said
 
     def report(self) -> str:
-        """Routes, reasons and counts."""
         return routing_report(self.plan.parameters)
+
+    def publish_wait(self) -> float | None:
+        publication = self.engine.publication
+        return None if publication is None else publication.waited_seconds
 
     def copied_share(self) -> float:
         """Share of the gradient bytes that were copied into their slots instead of born there."""

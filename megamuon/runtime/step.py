@@ -1,25 +1,19 @@
 """The optimizer step on owners: norm, clip, update, publish.
 
-Owns the one collective of a step (the norm scalar with its riders), the state of everything that is
-trained element by element, and the order of updates. Invariants: each element counts once in the
-norm whatever the layout; a parameter that no rank touched is left alone (no decay, no momentum), as
-in PyTorch; a non-finite gradient skips the step on all ranks alike and names the parameter; groups
-are updated in the recorded forward order and published in the same order. Tested by
-``tests/distributed/test_step.py`` and the equivalence tests.
+Owns who rides with the norm, the state of everything that is trained element by element, and the
+order of updates; what all steps have is in ``step_parts``. Invariants: each element counts once in
+the norm whatever the layout; groups are updated in the recorded forward order and published in the
+same order. Tested by ``tests/distributed/test_step.py`` and the equivalence tests.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.collectives.base import named
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.mesh import Mesh
@@ -27,17 +21,17 @@ from megamuon.optim.optimizer import Item, OwnerOptimizer
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication
+from megamuon.runtime.step_parts import (
+    GradientNorm,
+    LocalGradient,
+    NormReduction,
+    RateOf,
+    Rates,
+    StepResult,
+    clip_,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What a step did; equal on all ranks."""
-
-    gradient_norm: float  # of the averaged gradients, before clipping
-    skipped: bool
-    nonfinite: tuple[str, ...]  # parameters whose gradient is not finite
-    untouched: tuple[str, ...]  # trainable parameters that no rank used since the last step
-    zeros: int | None = None  # zero elements of the averaged gradients, where asked for
+NOBODY = (0, 0)  # where nobody rides
 
 
 class Riders(Protocol):
@@ -83,14 +77,25 @@ class OwnerStep:
         self.traffic = traffic or Traffic()
         self.trainable = [p for g in self.groups for p in g.trainable]
         self._group_of = {p.name: g for g in self.groups for p in g.parameters}
-        self._place = {p.name: place for place, p in enumerate(self.trainable)}
+        self._names = tuple(p.name for p in self.trainable)
+        self._reduce_norm = NormReduction(
+            self._names,
+            group=group,
+            device=mesh.device,
+            traffic=self.traffic,
+            count_zeros=count_zeros,
+        )
         # What the norm counts: nothing here asks each parameter again in every step.
         self._counted = [
-            (segment, self._group_of[segment.parameter.name], self._place[segment.parameter.name])
+            (
+                segment,
+                self._group_of[segment.parameter.name],
+                self._reduce_norm.place[segment.parameter.name],
+            )
             for segment in self.segments()
             if segment.window is not None and self.counts(segment.parameter)
         ]
-        self._decayed = {p.name for p in self.trainable if decays(p)}
+        self._decayed = frozenset(p.name for p in self.trainable if decays(p))
         self.state: dict[str, dict[str, Tensor]] = {}  # of what is trained element by element
         for segment in self.segments():
             if segment.window is not None and segment.parameter.route is not Route.MATRIX:
@@ -103,7 +108,7 @@ class OwnerStep:
 
     def __call__(
         self,
-        lr_of: Callable[[LogicalParameter], float],
+        lr_of: RateOf,
         wd: float,
         *,
         order: Sequence[int],
@@ -115,23 +120,15 @@ class OwnerStep:
         ``order``: indices of the groups as the forward pass uses them. ``version``: the number of
         this update, which published weights carry.
         """
-        norm, touched, nonfinite, zeros = self._norm()
-        names = {p.name for p, bit in zip(self.trainable, touched, strict=True) if bit}
-        untouched = tuple(p.name for p in self.trainable if p.name not in names)
-        skipped = bool(nonfinite) or not math.isfinite(norm)
-        if not skipped:
-            self._clip(norm)
-            self._update([self.groups[i] for i in order], names, lr_of, wd, version)
+        found = self._norm()
+        if not found.skipped:
+            self._clip(found.norm)
+            rates = Rates(lr_of=lr_of, wd=wd, decayed=self._decayed)
+            self._update([self.groups[i] for i in order], found.touched, rates, version)
         for group in self.groups:
             group.window_empty = True
             group.touched.clear()
-        return StepResult(
-            gradient_norm=norm,
-            skipped=skipped,
-            nonfinite=nonfinite,
-            untouched=untouched,
-            zeros=zeros,
-        )
+        return found.result(self._names)
 
     def counts(self, parameter: LogicalParameter) -> bool:
         """Whether this rank's segment of a parameter is the one that sums count: slices that every
@@ -140,71 +137,36 @@ class OwnerStep:
         first_row = parameter.layout is Layout.OWNER or self.mesh.row == 0
         return first_row and (parameter.cut is not None or self.mesh.tp_rank == 0)
 
-    def _norm(self) -> tuple[float, list[bool], tuple[str, ...], int | None]:
-        """One all-reduce: the squared norm, a zero count (if asked), the riders' values, and a
-        touched entry per parameter. Again where late gradients had to be reduced first.
-
-        A touched entry sums one per rank that used the parameter; the owner adds twice the world
-        size where the reduced gradient is not finite, which no count of ranks can reach.
-        """
-        world = dist.get_world_size(self.group) if self.group is not None else 1
-        device = self.groups[0].master.device
-        entries = [0.0] * len(self.trainable)  # Python's numbers: a tensor element costs 5 us
-        for group in self.groups:
-            for name in group.touched:
-                entries[self._place[name]] += 1
-        # A window that no reduction has written since the last step holds an old gradient.
-        local = [(s.window, place) for s, group, place in self._counted if not group.window_empty]
-        windows = [window for window, _ in local]
-        total, zeros = 0.0, 0
-        if windows:
-            # In FP64: squares of finite FP32 numbers do not overflow, and the clipping factor does
-            # not depend on how the layout cuts the sum.
-            norms = torch._foreach_norm(windows, dtype=torch.float64)
-            squares = torch.stack(norms).cpu().square().tolist()
-            for (_, place), square in zip(local, squares, strict=True):
-                if math.isfinite(square):
-                    total += square
-                else:
-                    entries[place] += 2 * world
-        if self.count_zeros and windows:
-            zeros = int(torch.stack([(window == 0).sum() for window in windows]).sum())
-        late, other_order = self.riders.values() if self.riders is not None else (0, 0)
-        if self.mesh.rank:
-            other_order = 0  # what rank 0 says counts
-        if self.group is not None:
-            head = (total, zeros, late, other_order)
-            vector = torch.tensor([*head, *entries], dtype=torch.float64, device=device)
-            with named("gradient norm"):
-                dist.all_reduce(vector, group=self.group)
-            self.traffic.sent("norm", "world", vector.numel() * vector.element_size())
-            total, zeros, late, other_order, *entries = vector.tolist()
-        if self.riders is not None and self.riders.settle(int(late), bool(other_order)):
-            return self._norm()
-        nonfinite = tuple(
-            p.name for p, entry in zip(self.trainable, entries, strict=True) if entry >= 2 * world
-        )
-        norm = float("nan") if nonfinite else math.sqrt(total)
-        touched = [entry > 0 for entry in entries]
-        return norm, touched, nonfinite, int(zeros) if self.count_zeros else None
+    def _norm(self) -> GradientNorm:
+        """The norm over all ranks; again where late gradients had to be reduced first."""
+        while True:
+            # A window that no reduction has written since the last step holds an old gradient.
+            local = [
+                LocalGradient(segment.window, place)
+                for segment, group, place in self._counted
+                if not group.window_empty
+            ]
+            used = [name for group in self.groups for name in group.touched]
+            if self.riders is None:
+                return self._reduce_norm(local, used, NOBODY)
+            late, other_order = self.riders.values()
+            # What rank 0 says of the order counts.
+            found = self._reduce_norm(local, used, (late, 0 if self.mesh.rank else other_order))
+            late, other_order = found.riders
+            if not self.riders.settle(late, bool(other_order)):
+                return found
 
     def _clip(self, norm: float) -> None:
-        if self.clip <= 0:
-            return
-        factor = self.clip / (norm + 1e-6)
-        if factor < 1:
-            windows = [g.window for g in self.groups if g.window.numel() and not g.window_empty]
-            if windows:
-                torch._foreach_mul_(windows, factor)
+        windows = [g.window for g in self.groups if g.window.numel() and not g.window_empty]
+        clip_(windows, norm, self.clip)
 
     # --- updates ---------------------------------------------------------------------------------
 
     def _update(
         self,
         groups: Sequence[LayerGroup],
-        touched: set[str],
-        lr_of: Callable[[LogicalParameter], float],
-        wd: float,
+        touched: Set[str],
+        rates: Rates,
         version: int,
     ) -> None:
         if self.publication is not None:
@@ -213,7 +175,7 @@ class OwnerStep:
         pending: list[Item] = []
         whole: list[Item] = []
         for group in groups:
-            items = self._items(group, touched, lr_of, wd)
+            items = self._items(group, touched, rates)
             flat = [item for s, item in items.values() if s.parameter.route is not Route.MATRIX]
             if self.publication is None:
                 pending.extend(flat)  # one call for all groups: fewer and longer kernels
@@ -245,9 +207,8 @@ class OwnerStep:
     def _items(
         self,
         group: LayerGroup,
-        touched: set[str],
-        lr_of: Callable[[LogicalParameter], float],
-        wd: float,
+        touched: Set[str],
+        rates: Rates,
     ) -> dict[str, tuple[LocalSegment, Item]]:
         items: dict[str, tuple[LocalSegment, Item]] = {}
         for segment in group.local:
@@ -256,14 +217,11 @@ class OwnerStep:
                 continue
             items[parameter.name] = (
                 segment,
-                Item(
-                    name=parameter.name,
-                    parameter=segment.master_view,
+                rates.item(
+                    parameter,
+                    master=segment.master_view,
                     gradient=segment.window_view,
                     state=self.item_state(parameter),
-                    lr=lr_of(parameter),
-                    wd=wd if parameter.name in self._decayed else 0.0,
-                    logical_shape=parameter.shape,
                 ),
             )
         return items
@@ -275,7 +233,7 @@ class OwnerStep:
         return self.state[parameter.name]
 
 
-def _update_order(group: LayerGroup, touched: set[str]) -> list[LogicalParameter]:
+def _update_order(group: LayerGroup, touched: Set[str]) -> list[LogicalParameter]:
     """The parameters of a group in the order of their updates: element by element first, then
     whole matrices, then matrices in tp pieces.
     """

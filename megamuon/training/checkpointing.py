@@ -34,14 +34,14 @@ from megamuon.checkpoint import (
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.optim import Schedule
-from megamuon.runtime import Runtime
+from megamuon.runtime import TrainableRuntime
+from megamuon.runtime.trainable import OPTIMIZER_PREFIX
 from megamuon.training.failures import TrainingError
 from megamuon.training.logging import Console
 from megamuon.training.ns_dtype import is_open
 from megamuon.training.progress import Progress
 from megamuon.training.source import Source
 
-OPTIMIZER_PREFIX = "optimizer."
 FORMAT = "safetensors"  # what the messages name
 
 
@@ -85,7 +85,9 @@ class RunCheckpoints:
 
     # --- loading ---------------------------------------------------------------------------------
 
-    def resume(self, source: Source, runtime: Runtime, schedule: Schedule | None) -> Progress:
+    def resume(
+        self, source: Source, runtime: TrainableRuntime, schedule: Schedule | None
+    ) -> Progress:
         """Fill the runtime and the schedule from ``source``; returns the counters to go on from."""
         flags, where = self.config.checkpoint, source.directory
         optimizer = not (source.weights_only or flags.no_load_optim)
@@ -121,7 +123,7 @@ class RunCheckpoints:
         )
         return progress
 
-    def _report_filled(self, loaded: Loaded, runtime: Runtime) -> None:
+    def _report_filled(self, loaded: Loaded, runtime: TrainableRuntime) -> None:
         """Say how much was filled and what was not used.  Raises TrainingError for a weight of the
         model that was not filled, whatever the load thought it was asked for.
         """
@@ -140,7 +142,7 @@ class RunCheckpoints:
         self.console.first(text)
 
     def _state_that_stays(
-        self, source: Source, runtime: Runtime, wanted: list[StoredTensor]
+        self, source: Source, runtime: TrainableRuntime, wanted: list[StoredTensor]
     ) -> list[StoredTensor]:
         """``wanted`` without the optimizer state that another optimizer would misread: only what
         AdamW keeps before and after goes on.  Says how much is new.
@@ -224,13 +226,13 @@ class RunCheckpoints:
 
     # --- saving ----------------------------------------------------------------------------------
 
-    def _measured(self, runtime: Runtime) -> dict[str, Any]:
+    def _measured(self, runtime: TrainableRuntime) -> dict[str, Any]:
         """What this run measured on its machine, which a resume keeps."""
         if not is_open(self.config, self.mesh):
             return {}
         return {"ns_cpu_dtype": runtime.config.optimizer.muon.newton_schulz.cpu_dtype}
 
-    def save(self, progress: Progress, runtime: Runtime, schedule: Schedule) -> None:
+    def save(self, progress: Progress, runtime: TrainableRuntime, schedule: Schedule) -> None:
         """Save now, or start to with ``--async-save``.  Collective; nothing without ``--save``."""
         if self._store is None or self.last_saved == progress.iteration:
             return

@@ -12,7 +12,7 @@ from megamuon.arguments import Config
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.ownership import OwnershipPlan, summarize
-from megamuon.runtime import OptimizerSettings, Runtime
+from megamuon.runtime import OptimizerSettings, TrainableRuntime
 
 
 def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
@@ -45,7 +45,7 @@ def describe_grid(config: Config, mesh: Mesh) -> str:
     )
 
 
-def runtime_line(runtime: Runtime) -> str:
+def runtime_line(runtime: TrainableRuntime) -> str:
     """What this rank's runtime holds between steps in MB, and how gradients reached their slots."""
     held = " | ".join(
         f"{kind.replace('_', ' ')}: {size / 1e6:.2f}" for kind, size in runtime.memory().items()
@@ -54,7 +54,7 @@ def runtime_line(runtime: Runtime) -> str:
     return f"[owner runtime] memory (MB) | {held} | gradient bytes copied into slots: {share:.2%}"
 
 
-def describe_optimizer(config: Config, runtime: Runtime) -> str:
+def describe_optimizer(config: Config, runtime: TrainableRuntime) -> str:
     """The recipe in one line: the optimizer's numbers, and how many matrices it has."""
     routes = summarize(runtime.plan).routes
     flags, settings = config.optimizer, runtime.config.optimizer

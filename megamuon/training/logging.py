@@ -35,7 +35,7 @@ from megamuon.metrics import (
     validation_block,
     write_line,
 )
-from megamuon.runtime import Runtime
+from megamuon.runtime import TrainableRuntime
 from megamuon.training.descriptions import runtime_line
 
 PUBLISH_WAIT = "publish wait (ms)"
@@ -79,14 +79,6 @@ def print_config(config: Config, notes: tuple[str, ...], console: Console) -> No
     console.first(format_config(config))
 
 
-def publish_wait(runtime: Runtime) -> float | None:
-    """Seconds that this rank's gathers have waited for published weights so far; None where
-    nothing is published.
-    """
-    publication = getattr(runtime.engine, "publication", None)  # line A has none
-    return None if publication is None else publication.waited_seconds
-
-
 class RunLog:
     """Log lines, scalars, timers and memory of one run."""
 
@@ -111,7 +103,7 @@ class RunLog:
         self.tokens = (config.training.global_batch_size or 0) * (config.model.seq_length or 0)
         self.interval = Interval()
         self.writer = self._open_writer() if mesh.is_last else MetricsWriter()
-        self._waited = 0.0  # publish_wait of the runtime at the last iteration
+        self._waited = 0.0  # what the runtime had waited at the last iteration
         self._printed = False
         self._memory_lines = 0
         if mesh.is_last:
@@ -146,7 +138,7 @@ class RunLog:
         skipped: bool,
         skipped_so_far: int,
         nan_so_far: int,
-        runtime: Runtime,
+        runtime: TrainableRuntime,
     ) -> None:
         """Everything that follows one iteration.  All ranks call it alike.
 
@@ -185,9 +177,9 @@ class RunLog:
             loss = next(iter(losses.values()), None)
             self.console.display.update(number, loss, tokens_per_second(self.tokens, seconds))
 
-    def _publish_wait(self, runtime: Runtime) -> dict[str, float]:
+    def _publish_wait(self, runtime: TrainableRuntime) -> dict[str, float]:
         """What this rank's gathers have waited for published weights in this iteration."""
-        total = publish_wait(runtime)
+        total = runtime.publish_wait()
         if total is None:
             return {}
         waited, self._waited = total - self._waited, total
@@ -248,7 +240,7 @@ class RunLog:
         if self.flags.log_timers_to_tensorboard:
             self.writer.timers(slowest(everyone), number)
 
-    def _memory(self, number: int, runtime: Runtime) -> None:
+    def _memory(self, number: int, runtime: TrainableRuntime) -> None:
         every = self.flags.log_memory_interval
         first = self._memory_lines < FIRST_MEMORY_LINES
         if first or (every is not None and number % every == 0):

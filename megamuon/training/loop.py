@@ -23,7 +23,7 @@ from megamuon.mesh import Mesh
 from megamuon.metrics import Timers
 from megamuon.optim import Schedule
 from megamuon.profiling import Profiler
-from megamuon.runtime import Runtime
+from megamuon.runtime import TrainableRuntime
 from megamuon.training.batches import BatchStream
 from megamuon.training.builders import (
     Batches,
@@ -52,7 +52,7 @@ class Parts:
     console: Console
     phase: Phase
     timers: Timers
-    runtime: Runtime
+    runtime: TrainableRuntime
     schedule: Schedule
     progress: Progress
     checkpoints: RunCheckpoints

@@ -27,7 +27,7 @@ from megamuon.mesh import Mesh, initialise, mesh_from_environment
 from megamuon.metrics import Timers
 from megamuon.models import GPTConfig, flops_per_token
 from megamuon.optim import Schedule, ScheduleConfig
-from megamuon.runtime import Runtime
+from megamuon.runtime import TrainableRuntime
 from megamuon.training.builders import (
     dataset_counts,
     grid,
@@ -363,7 +363,7 @@ class _Run:
         same = self.config.checkpoint.save == self.config.checkpoint.load
         return progress.iteration if same and not source.weights_only else None
 
-    def _runtime(self, source: Source | None) -> Runtime:
+    def _runtime(self, source: Source | None) -> TrainableRuntime:
         plan = source.plan_for(self.mesh) if source is not None else None
         iterated = choose_cpu_dtype(self.config, self.mesh, stored_cpu_dtype(source))
         runtime = build_runtime(

@@ -18,7 +18,7 @@ from megamuon.matrices import Placement
 from megamuon.mesh import Mesh, new_group
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import OwnershipPlan
-from megamuon.runtime import Runtime, shard
+from megamuon.runtime import TrainableRuntime, shard
 from megamuon.runtime.module_buffers import buffers_without_reset
 from megamuon.sharding import apply_sharding, plan_sharding
 from megamuon.training.builders import runtime_config
@@ -83,7 +83,7 @@ def build_runtime(
     layers: Sequence[type[nn.Module]] | None = None,
     plan: OwnershipPlan | None = None,
     ns_cpu_dtype: CpuDtype = "fp32",
-) -> Runtime:
+) -> TrainableRuntime:
     """The provider's model on the ranks of ``mesh``, as the flags say: ``.model`` of the runtime.
 
     ``layers``: classes of the layer groups, else the model's ``layer_classes``.  ``plan``: a stored
@@ -104,7 +104,7 @@ def build_runtime(
         # Late: torch's fully_shard takes as long to import as torch, and only line A uses it.
         from megamuon.baselines.fully_sharded import fully_shard_model
 
-        return fully_shard_model(  # type: ignore[return-value]  # it has the same methods
+        return fully_shard_model(
             model,
             layers=tuple(layers),
             config=settings,

@@ -23,7 +23,7 @@ from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.metrics import Timers
 from megamuon.optim import Schedule
-from megamuon.runtime import Runtime
+from megamuon.runtime import TrainableRuntime
 from megamuon.training.exits import ExitWatch, Pacer, Requests
 from megamuon.training.failures import Phase
 from megamuon.training.reports import ForwardStep, Sums, micro_batch_loss
@@ -50,7 +50,7 @@ class Stepper:
     def __init__(
         self,
         *,
-        runtime: Runtime,
+        runtime: TrainableRuntime,
         schedule: Schedule,
         rate_of: Callable[[Schedule], RateOf],
         forward_step: ForwardStep,
@@ -174,7 +174,7 @@ class Stepper:
         )
 
 
-def nonfinite_weights(runtime: Runtime, mesh: Mesh) -> tuple[str, ...]:
+def nonfinite_weights(runtime: TrainableRuntime, mesh: Mesh) -> tuple[str, ...]:
     """Names of parameters with a master weight that is not finite, the same on all ranks."""
     local = sorted(
         {

@@ -90,7 +90,7 @@ def skipped_steps(rank: int) -> dict[str, Any]:
         "same": same,
         "nothing": (nothing.gradient_norm, len(nothing.untouched)),
         "parameters": len(runtime.plan.parameters),
-        "version": runtime.engine.version,
+        "version": runtime.version,
         "good": good,
         "memory": runtime.memory(),
     }

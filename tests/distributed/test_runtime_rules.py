@@ -46,7 +46,7 @@ def sharded(
 
 def reduced(runtime: Runtime) -> dict[str, Tensor]:
     """Whole reduced gradients, those that came late included, from all ranks' windows."""
-    runtime.engine.finish_reductions()
+    runtime.finish_reductions()
     runtime.engine.settle(1, False)
     mine = [
         (s.parameter.name, s.start, s.window.clone())

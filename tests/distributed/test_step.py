@@ -30,10 +30,10 @@ def norms_and_clipping(rank: int, world: int) -> dict[str, float]:
     scenario = SCENARIOS["tied table"]
     runtime = make(build(scenario), optimizer=OptimizerSettings(clip=0.5))
     scenario.loss(runtime.model, rank, 0).backward()
-    runtime.engine.finish_reductions()
-    norm = runtime._step._norm()[0]
+    runtime.finish_reductions()
+    norm = runtime._step._norm().norm
     runtime._step._clip(norm)
-    clipped = runtime._step._norm()[0]
+    clipped = runtime._step._norm().norm
     runtime.clear_gradients()
     return {"norm": norm, "clipped": clipped, "parameters": runtime.parameter_norm()}
 
@@ -70,7 +70,7 @@ def collectives_of_a_step(rank: int, world: int) -> list[str]:
     scenario = SCENARIOS["tied table"]
     runtime = make(build(scenario))
     scenario.loss(runtime.model, rank, 0).backward()
-    runtime.engine.finish_reductions()
+    runtime.finish_reductions()
     called: list[str] = []
     originals = {}
     for name in ("all_reduce", "broadcast", "all_to_all_single", "reduce", "gather", "all_gather"):
@@ -115,7 +115,7 @@ def reduction_dtypes(rank: int, world: int) -> dict[str, float]:
 
             runtime.engine.reductions._gradients_to_send = keep
             runtime.model(tokens(rank, 0)).logsumexp(-1).sum().backward()
-            runtime.engine.finish_reductions()
+            runtime.finish_reductions()
             worst = torch.zeros(())
             for group in runtime.groups:
                 everyone = [torch.empty_like(slots[group.name]) for _ in range(world)]
@@ -141,13 +141,13 @@ def bf16_accumulation(rank: int, world: int) -> dict[str, object]:
         runtime.model(tokens(rank, 0)).logsumexp(-1).sum().backward()
     kept = runtime.memory()["accumulators"]
     runtime.model(tokens(rank, 1)).logsumexp(-1).sum().backward()
-    runtime.engine.finish_reductions()
+    runtime.finish_reductions()
     once = {g.name: g.window.clone() for g in runtime.groups}
     after = runtime.memory()["accumulators"]
     runtime.clear_gradients()
     for step in (0, 1):
         runtime.model(tokens(rank, step)).logsumexp(-1).sum().backward()
-    runtime.engine.finish_reductions()
+    runtime.finish_reductions()
     worst = torch.stack(
         [(g.window - once[g.name]).abs().max() for g in runtime.groups if g.window.numel()]
     ).max()

@@ -482,7 +482,7 @@ def test_a_reduction_in_flight_is_waited_for() -> None:
     run = Run(steps=3, orders=((0, 1, 2),))
     plain, _, _ = trained(run, pooled=False)
     run.loss(plain.model, 9).backward()
-    plain.engine.finish_reductions()
+    plain.finish_reductions()
     moved = set()
     for number in range(len(plain.groups)):
         runtime, _, _ = trained(run, pooled=True)
@@ -494,7 +494,7 @@ def test_a_reduction_in_flight_is_waited_for() -> None:
         group.wait_gathered()
         assert not over & pool.live
         moved |= over
-        runtime.engine.finish_reductions()
+        runtime.finish_reductions()
         for got, wanted in zip(runtime.groups, plain.groups, strict=True):
             assert torch.equal(got.window, wanted.window)
     assert moved and runtime.opened.bytes_set_aside == 0

@@ -119,7 +119,7 @@ class Owners(System):
 
     def backward(self, rank: int, step: int) -> None:
         super().backward(rank, step)
-        self.runtime.engine.finish_reductions()
+        self.runtime.finish_reductions()
 
     def step(self) -> None:
         self.runtime.step(LR, WD)

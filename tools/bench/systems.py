@@ -103,7 +103,7 @@ class Owners:
     def backward(self, loss: Tensor) -> None:
         """Gradients are on their owners when it returns."""
         loss.backward()
-        self.runtime.engine.finish_reductions()
+        self.runtime.finish_reductions()
 
     def step(self) -> None:
         """Clip and update."""
@@ -202,7 +202,7 @@ class Line:
     def backward(self, loss: Tensor) -> None:
         """Gradients are where they are needed when it returns."""
         loss.backward()
-        self.runtime.engine.finish_reductions()
+        self.runtime.finish_reductions()
 
     def step(self) -> None:
         """Clip and update."""
