@@ -42,7 +42,7 @@ from tools.equivalence_ranks import Outcome, run_on_ranks  # noqa: E402
 from tools.reference_training import OPTIMIZERS, Training, reference_run  # noqa: E402
 from tools.sharded_training import FAULTS, LINES, Case, not_applicable  # noqa: E402
 
-COLLECTIVES = (*sorted(TRANSPORTS), "ready")
+COLLECTIVES = tuple(sorted(TRANSPORTS))
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
 

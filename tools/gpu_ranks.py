@@ -96,7 +96,7 @@ class RankBench:
         import torch
 
         from megamuon.collectives.device_streams import CudaStreams
-        from megamuon.collectives.host_library import OperatorConfig
+        from megamuon.collectives.operator_settings import OperatorConfig
 
         self.engine, self.rank, self.ranks = engine, rank, ranks
         self.span = max(TIMED_BYTES)

@@ -6,8 +6,7 @@ Owns the choice of a transport by name.  Tested by ``tests/distributed/test_tran
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from collections.abc import Callable
 
 from megamuon.collectives.base import (
     CollectiveError,
@@ -16,8 +15,10 @@ from megamuon.collectives.base import (
     SegmentTable,
     TableSegment,
     Transport,
+    TransportSettings,
     Work,
 )
+from megamuon.collectives.fabric_choice import build_ready
 from megamuon.collectives.grouped import GroupedTransport
 from megamuon.collectives.p2p import PeerToPeerTransport
 from megamuon.collectives.padded import PaddedTransport
@@ -30,33 +31,22 @@ from megamuon.collectives.two_stage import (
     TwoStageTable,
 )
 
-TRANSPORTS: dict[str, type[Transport]] = {
-    transport.name: transport
-    for transport in (GroupedTransport, PerOwnerTransport, PeerToPeerTransport, PaddedTransport)
+TRANSPORTS: dict[str, Callable[[TransportSettings], Transport]] = {
+    "grouped": GroupedTransport,
+    "per_owner": PerOwnerTransport,
+    "p2p": PeerToPeerTransport,
+    "padded": PaddedTransport,
+    "ready": build_ready,
 }
 
 
-def build_transport(
-    name: str,
-    *,
-    gather_group: dist.ProcessGroup | None,
-    reduce_group: dist.ProcessGroup | None,
-    wire_dtype: torch.dtype,
-    traffic: Traffic | None = None,
-    axis: str = "shard",
-) -> Transport:
-    """The transport that ``--collectives`` names; it counts what it sends along ``axis`` in
-    ``traffic``. Raises ValueError for a name that does not exist.
+def build_transport(name: str, settings: TransportSettings) -> Transport:
+    """The transport that ``--collectives`` names. Raises ValueError for a name that does not
+    exist.
     """
     if name not in TRANSPORTS:
         raise ValueError(f"--collectives {name}: choose one of {', '.join(sorted(TRANSPORTS))}")
-    return TRANSPORTS[name](
-        gather_group=gather_group,
-        reduce_group=reduce_group,
-        wire_dtype=wire_dtype,
-        traffic=traffic,
-        axis=axis,
-    )
+    return TRANSPORTS[name](settings)
 
 
 __all__ = [
@@ -70,6 +60,7 @@ __all__ = [
     "TableSegment",
     "Traffic",
     "Transport",
+    "TransportSettings",
     "TwoStageReducer",
     "TwoStageTable",
     "Work",

@@ -16,12 +16,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.collectives.operator_settings import OperatorGrid
 from megamuon.collectives.traffic import Traffic
+
+if TYPE_CHECKING:
+    from megamuon.collectives.operators import Fabric, PooledGroup
+    from megamuon.collectives.staged_work import StagedWork
+    from megamuon.collectives.two_stage import TwoStageTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,35 +144,57 @@ def named(operation: str) -> Iterator[None]:
         raise CollectiveError(f"{operation} failed: {error}") from error
 
 
-class Transport(abc.ABC):
-    """AllGatherV and ReduceScatterV over one shard axis.
+@dataclass(frozen=True, kw_only=True)
+class TransportSettings:
+    """What any transport is built from.
 
     ``gather_group`` and ``reduce_group`` are different process groups over the same ranks: gathers
     and reductions have one frozen order each, but how the two interleave may differ from rank to
     rank (a rank that skipped a branch reduces late), so they must not share a communicator.
     ``wire_dtype`` is what a reduction sends; sums are taken in the dtype of the window.
     ``traffic`` counts what this rank sends along ``axis``: the bytes that the table asks for, in
-    the dtype they travel in, whatever the library's own algorithm moves.
+    the dtype they travel in, whatever the library's own algorithm moves. ``grid``: for a transport
+    that makes operators of its own over the whole grid.
+    """
+
+    gather_group: dist.ProcessGroup | None
+    reduce_group: dist.ProcessGroup | None
+    wire_dtype: torch.dtype
+    traffic: Traffic | None = None
+    axis: str = "shard"
+    grid: OperatorGrid | None = None
+
+
+class Reducer(Protocol):
+    """Means over all ranks of a grid; see ``TwoStageReducer``."""
+
+    def reduce(
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+    ) -> StagedWork:
+        """Mean of ``slots`` over all ranks, onto who keeps it."""
+
+
+class Transport(abc.ABC):
+    """AllGatherV and ReduceScatterV over one shard axis.
+
+    A transport may also have a ``fabric``: operators over the whole grid, which reduce and publish,
+    and a symmetric pool that whoever uses the transport opens, hands its buffers to (``pooled``)
+    and plans. ``notes`` is what to tell the user about it, in order; it may grow.
     """
 
     name = "transport"
+    fabric: Fabric | None = None
 
-    def __init__(
-        self,
-        *,
-        gather_group: dist.ProcessGroup | None,
-        reduce_group: dist.ProcessGroup | None,
-        wire_dtype: torch.dtype,
-        traffic: Traffic | None = None,
-        axis: str = "shard",
-    ) -> None:
-        self.gather_group = gather_group
-        self.reduce_group = reduce_group
-        self.wire_dtype = wire_dtype
-        self.traffic = traffic
-        self.axis = axis
-        self.world = dist.get_world_size(gather_group) if gather_group is not None else 1
-        self.rank = dist.get_rank(gather_group) if gather_group is not None else 0
+    def __init__(self, settings: TransportSettings) -> None:
+        self.gather_group = settings.gather_group
+        self.reduce_group = settings.reduce_group
+        self.wire_dtype = settings.wire_dtype
+        self.traffic = settings.traffic
+        self.axis = settings.axis
+        self.notes: list[str] = []
+        group = self.gather_group
+        self.world = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
 
     @abc.abstractmethod
     def all_gather_v(
@@ -219,6 +248,18 @@ class Transport(abc.ABC):
     def native(buffer: Tensor) -> bool:
         """Whether NCCL moves this buffer (it does on GPUs; Gloo serves CPU ranks)."""
         return buffer.device.type == "cuda"
+
+    def over_grid(self, reducer: Reducer) -> Reducer:
+        """What reduces over the whole grid: ``reducer``, which works on this transport, or what
+        takes what it can from it.
+        """
+        return reducer
+
+    def pooled(self, group: PooledGroup) -> str:
+        """The pool of ``fabric`` is open and ``group`` lies in it: all ranks say so, in one order.
+        Why its gathers do not work there all the same, "" if they do.
+        """
+        return f"the transport {self.name} has no pool"
 
     def check_schedules(self, tables: Sequence[SegmentTable]) -> None:  # noqa: B027
         """Prove, before training, that all ranks would make the same calls for ``tables``; a

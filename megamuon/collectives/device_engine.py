@@ -22,7 +22,8 @@ from megamuon.collectives.device_library import (
     DeviceCapability,
     DeviceLibrary,
 )
-from megamuon.collectives.host_library import DTYPES, OperatorConfig, array
+from megamuon.collectives.host_library import DTYPES, array, native
+from megamuon.collectives.operator_settings import OperatorConfig
 
 BLOCKS = 16  # of a call, at most
 
@@ -113,13 +114,13 @@ class DeviceEngine:
 
     def control_bytes(self, config: OperatorConfig) -> int:
         """What an operator needs at its ``control_offset`` of the control window."""
-        native = config.native()
-        return self.call.mmd_operator_control_bytes(self.nodes, self.columns, byref(native))
+        made = native(config)
+        return self.call.mmd_operator_control_bytes(self.nodes, self.columns, byref(made))
 
     def operator(self, config: OperatorConfig, name: str) -> int:
         """Make an operator, after ``open``; its number."""
-        native = config.native()
-        return self.check(self.call.mmd_operator_create(self.handle, byref(native), name.encode()))
+        made = native(config)
+        return self.check(self.call.mmd_operator_create(self.handle, byref(made), name.encode()))
 
     def gather_table(
         self, op: int, segments: Sequence[tuple[int, int, int, int]], name: str

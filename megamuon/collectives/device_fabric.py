@@ -19,17 +19,15 @@ from torch import Tensor
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.device_engine import BLOCKS, DeviceEngine
 from megamuon.collectives.device_library import DeviceLibrary
-from megamuon.collectives.device_operator import DeviceOperator
+from megamuon.collectives.device_operator import KINDS, DeviceOperator
 from megamuon.collectives.device_streams import Streams
-from megamuon.collectives.operators import (
+from megamuon.collectives.operator_settings import (
     Nodes,
     ReadySettings,
     aligned,
-    barrier,
-    compare,
-    gather_objects,
     operator_configs,
 )
+from megamuon.collectives.operators import Operators, barrier, compare, gather_objects
 from megamuon.mesh import Mesh
 
 MIB = 1 << 20
@@ -106,9 +104,11 @@ class DeviceFabric:
         ids = self._exchange_ids(library, mesh.data_parallel_rank)
         self._engines: dict[str, DeviceEngine] = {}
         self._together(lambda: self._connect(library, ids, mesh.data_parallel_rank))
-        self.operators: dict[str, DeviceOperator] = {
-            name: DeviceOperator(engine, name, streams) for name, engine in self._engines.items()
+        self._operators: dict[str, DeviceOperator] = {
+            name: KINDS[self._configs[name].kind](engine, name, streams)
+            for name, engine in self._engines.items()
         }
+        self.operators = Operators(**self._operators)
 
     def _exchange_ids(self, library: DeviceLibrary, rank: int) -> dict[str, bytes]:
         """The identifier of each communicator of this rank, from the first of its ranks."""
@@ -171,7 +171,7 @@ class DeviceFabric:
                 if name not in (POOL_OWNER, "publish"):
                     engine.open(self._control(name), nbytes, owner)
                 if name != "publish":
-                    self.operators[name].attach(self._configs[name])
+                    self._operators[name].attach(self._configs[name])
 
         self._together(windows)
         self.memory = DeviceMemory(opened[0], nbytes, self._streams)
@@ -184,14 +184,14 @@ class DeviceFabric:
 
         def window() -> None:
             opened.append(self._engines["publish"].open(self._control("publish"), nbytes))
-            self.operators["publish"].attach(self._configs["publish"])
+            self._operators["publish"].attach(self._configs["publish"])
 
         self._together(window)
         return DeviceMemory(opened[0], nbytes, self._streams)
 
     def upload_tables(self) -> None:
         """See Fabric.upload_tables."""
-        for operator in self.operators.values():
+        for operator in self._operators.values():
             operator.upload()
 
     def _control(self, name: str) -> int:
@@ -231,7 +231,7 @@ class DeviceFabric:
         """
         if not self._engines:
             return
-        self.operators = {}
+        self._operators = {}
         try:
             failed = any(engine.error() for engine in self._engines.values())
             if failed or not self._streams.over_within(self.settings.deadline):

@@ -18,14 +18,15 @@ import torch
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.device_engine import DeviceEngine
 from megamuon.collectives.device_streams import Event, Streams
-from megamuon.collectives.host_library import OperatorConfig, array
+from megamuon.collectives.host_library import array
+from megamuon.collectives.operator_settings import OPERATOR_KINDS, OperatorConfig
 from megamuon.collectives.operators import TableRefused
 
 MULTIMEM_BYTES = 16  # what one multicast store moves
 
 
 class DeviceOperator:
-    """The operator of an engine, called on the stream of its name; see operators.Operator.
+    """The operator of an engine, called on the stream of its name.
 
     Tables can be made and calls can start once ``attach`` has given it an operator of the library.
     """
@@ -33,19 +34,52 @@ class DeviceOperator:
     def __init__(self, engine: DeviceEngine, name: str, streams: Streams) -> None:
         self.engine, self.name, self.streams = engine, name, streams
         self._number = -1
-        self._calls = 0
-        self._tables = self._uploaded = 0
-        self._own: set[int] = set()  # parameters of a publish that this rank owns
-        self._version = 0
-        self._opening: _Opening | None = None
-        self._events: dict[int, Event] = {}  # of calls that nobody has waited for
-        self._round: Event | None = None
-        # By parameters: the versions last asked for, and the point at which they have arrived.
-        self._arrivals: dict[tuple[int, ...], tuple[tuple[int, ...], Event]] = {}
 
     def attach(self, config: OperatorConfig) -> None:
         """Make the operator in the engine's windows, which are open."""
         self._number = self.engine.operator(config, self.name)
+
+    def upload(self) -> None:
+        """See Fabric.upload_tables."""
+
+
+class DeviceCalls(DeviceOperator):
+    """An operator whose calls return tickets; see operators.CallOperator."""
+
+    def __init__(self, engine: DeviceEngine, name: str, streams: Streams) -> None:
+        super().__init__(engine, name, streams)
+        self._calls = 0
+        self._tables = self._uploaded = 0
+        self._events: dict[int, Event] = {}  # of calls that nobody has waited for
+
+    def upload(self) -> None:
+        """Bring the tables that were made since the last time to the GPU, in one copy."""
+        if self._uploaded < self._tables:
+            self.engine.upload()
+            self._uploaded = self._tables
+
+    def _launched(self) -> int:
+        self._calls += 1
+        self._events[self._calls] = self.streams.leave(self.name, self.engine)
+        return self._calls
+
+    def done(self, ticket: int) -> bool:
+        """See operators."""
+        event = self._events.get(ticket)
+        over = event is None or event.query()
+        self.engine.check()
+        return over
+
+    def wait(self, ticket: int) -> None:
+        """See operators. On a GPU it holds the current stream, not the host."""
+        event = self._events.pop(ticket, None)
+        if event is not None:
+            event.wait()
+        self.engine.check()
+
+
+class DeviceGather(DeviceCalls):
+    """See operators.GatherOperator."""
 
     def all_gather_table(
         self,
@@ -56,7 +90,7 @@ class DeviceOperator:
         nbytes: Sequence[int],
         name: str,
     ) -> int:
-        """See Operator. Raises TableRefused where the switch cannot store the segments."""
+        """See operators. Raises TableRefused where the switch cannot store the segments."""
         rows = list(zip(nodes, columns, offsets, nbytes, strict=True))
         if self.engine.multimem:
             for _, _, offset, length in rows:
@@ -68,6 +102,16 @@ class DeviceOperator:
         number = self.engine.gather_table(self._number, rows, name)
         self._tables = number + 1
         return number
+
+    def all_gather(self, table: int, base: int) -> int:
+        """See operators."""
+        self.upload()
+        self.engine.gather(self._number, table, base, self.streams.enter(self.name))
+        return self._launched()
+
+
+class DeviceReduce(DeviceCalls):
+    """See operators.ReduceOperator."""
 
     def reduce_scatter_table(
         self,
@@ -82,7 +126,7 @@ class DeviceOperator:
         window_dtype: torch.dtype,
         name: str,
     ) -> int:
-        """See Operator."""
+        """See operators."""
         number = self.engine.reduce_table(
             self._number,
             list(zip(nodes, columns, offsets, numels, windows, strict=True)),
@@ -94,22 +138,10 @@ class DeviceOperator:
         self._tables = number + 1
         return number
 
-    def upload(self) -> None:
-        """Bring the tables that were made since the last time to the GPU, in one copy."""
-        if self._uploaded < self._tables:
-            self.engine.upload()
-            self._uploaded = self._tables
-
-    def all_gather(self, table: int, base: int) -> int:
-        """See Operator."""
-        self.upload()
-        self.engine.gather(self._number, table, base, self.streams.enter(self.name))
-        return self._launched()
-
     def reduce_scatter(
         self, table: int, base: int, window_base: int, *, first: bool, divisor: float
     ) -> int:
-        """See Operator."""
+        """See operators."""
         self.upload()
         stream = self.streams.enter(self.name)
         self.engine.reduce(
@@ -117,26 +149,18 @@ class DeviceOperator:
         )
         return self._launched()
 
-    def _launched(self) -> int:
-        self._calls += 1
-        self._events[self._calls] = self.streams.leave(self.name, self.engine)
-        return self._calls
 
-    def done(self, ticket: int) -> bool:
-        """See Operator."""
-        event = self._events.get(ticket)
-        over = event is None or event.query()
-        self.engine.check()
-        return over
+class DevicePublish(DeviceOperator):
+    """See operators.PublishOperator."""
 
-    def wait(self, ticket: int) -> None:
-        """See Operator. On a GPU it holds the current stream, not the host."""
-        event = self._events.pop(ticket, None)
-        if event is not None:
-            event.wait()
-        self.engine.check()
-
-    # --- publish ---------------------------------------------------------------------------------
+    def __init__(self, engine: DeviceEngine, name: str, streams: Streams) -> None:
+        super().__init__(engine, name, streams)
+        self._own: set[int] = set()  # parameters that this rank owns
+        self._version = 0
+        self._opening: _Opening | None = None
+        self._round: Event | None = None
+        # By parameters: the versions last asked for, and the point at which they have arrived.
+        self._arrivals: dict[tuple[int, ...], tuple[tuple[int, ...], Event]] = {}
 
     def publish_parameters(
         self,
@@ -146,7 +170,7 @@ class DeviceOperator:
         nbytes: Sequence[int],
         names: Sequence[str],
     ) -> None:
-        """See Operator."""
+        """See operators."""
         node = self.engine.rank // self.engine.columns
         self._own = {index for index, owner in enumerate(nodes) if owner == node}
         texts = array(c_char_p, [name.encode() for name in names])
@@ -163,7 +187,7 @@ class DeviceOperator:
         )
 
     def publish_begin(self, order: Sequence[int], version: int) -> None:
-        """See Operator. The round's kernel goes to its stream when the last own parameter has been
+        """See operators. The round's kernel goes to its stream when the last own parameter has been
         handed over, and starts, for the relays' sake, as if it had been put there now.
 
         A kernel that waited for tasks which its host has yet to launch would be waited for by
@@ -190,7 +214,7 @@ class DeviceOperator:
         self._round = self.streams.leave(self.name, self.engine)
 
     def publish_task(self, parameter: int) -> None:
-        """See Operator. In the order of the current stream, which has written the copy."""
+        """See operators. In the order of the current stream, which has written the copy."""
         self.engine.check(
             self.engine.call.mmd_publish_task(
                 self.engine.handle, self._number, parameter, self.streams.current()
@@ -201,13 +225,13 @@ class DeviceOperator:
         self._launch_round()
 
     def publish_wait(self, parameters: Sequence[int], versions: Sequence[int]) -> None:
-        """See Operator. On a GPU it holds the current stream, not the host."""
+        """See operators. On a GPU it holds the current stream, not the host."""
         if parameters:
             self._arrival(parameters, versions).wait()
         self.engine.check()
 
     def publish_ready(self, parameters: Sequence[int], versions: Sequence[int]) -> bool:
-        """See Operator."""
+        """See operators."""
         ready = not parameters or self._arrival(parameters, versions).query()
         self.engine.check()
         return ready
@@ -215,8 +239,8 @@ class DeviceOperator:
     def publish_other(
         self, parameters: Sequence[int], versions: Sequence[int]
     ) -> tuple[int, int] | None:
-        """See Operator: what the flags hold is seen by kernels alone, which wait for *at least* the
-        version.
+        """See operators: what the flags hold is seen by kernels alone, which wait for *at least*
+        the version.
         """
         return None
 
@@ -230,7 +254,7 @@ class DeviceOperator:
         return held[1]
 
     def publish_drain(self) -> None:
-        """See Operator. Holds the host: rounds follow one another on the GPU, and this is asked
+        """See operators. Holds the host: rounds follow one another on the GPU, and this is asked
         where the ranks agree on something by the host. A round that was given up before its last
         own parameter has nothing under way.
         """
@@ -239,7 +263,7 @@ class DeviceOperator:
         self.engine.check()
 
     def publish_round_done(self) -> bool:
-        """See Operator."""
+        """See operators."""
         over = self._opening is None and (self._round is None or self._round.query())
         self.engine.check()
         return over
@@ -253,3 +277,8 @@ class _Opening:
     version: int
     start: Event  # where the round began
     awaited: set[int]  # own parameters that have not been handed over
+
+
+KINDS: dict[str, type[DeviceOperator]] = dict(
+    zip(OPERATOR_KINDS, (DeviceGather, DeviceReduce, DevicePublish), strict=True)
+)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p, cast, create_string_buffer
 
 import torch
@@ -22,10 +22,11 @@ from megamuon.collectives.host_library import (
     DTYPES,
     TEXT_BYTES,
     HostLibrary,
-    OperatorConfig,
     array,
     library,
+    native,
 )
+from megamuon.collectives.operator_settings import OPERATOR_KINDS, OperatorConfig
 
 PATIENCE = 0.5  # seconds of a wait in C, between which Python looks at its signals
 
@@ -75,8 +76,8 @@ class HostEngine:
 
     def operator(self, config: OperatorConfig, name: str) -> HostOperator:
         """Make an operator; all ranks make the same ones in the same order."""
-        number = self.library.call.mm_operator_create(self.handle, config.native(), name.encode())
-        return HostOperator(self, self.check(number, f"operator {name}"), name)
+        number = self.library.call.mm_operator_create(self.handle, native(config), name.encode())
+        return KINDS[config.kind](self, self.check(number, f"operator {name}"), name)
 
     def abort(self, reason: str) -> None:
         """Make every wait of every rank fail with ``reason``."""
@@ -130,7 +131,7 @@ def _destroy(of: HostLibrary, handle: int, kept: list[object], process: int) -> 
 
 
 class HostOperator:
-    """An operator of an engine; which methods it has use for is its configuration's kind."""
+    """An operator of an engine."""
 
     def __init__(self, engine: HostEngine, number: int, name: str) -> None:
         """Made by ``HostEngine.operator``."""
@@ -144,6 +145,46 @@ class HostOperator:
         self.engine.keep(keep)
         addresses = array(c_void_p, bases)
         self._checked(self._call.mm_operator_set_pool(self._handle, self.number, addresses), "pool")
+
+    def cursors(self) -> tuple[int, ...]:
+        """Per queue: chunks sent, acknowledged, arrived, received."""
+        count = self._checked(
+            self._call.mm_operator_cursors(self._handle, self.number, None, 0), "cursors"
+        )
+        words = (c_uint64 * count)()
+        self._call.mm_operator_cursors(self._handle, self.number, words, count)
+        return tuple(words)
+
+    @property
+    def _handle(self) -> int:
+        return self.engine.handle
+
+    def _checked(self, result: int, what: str) -> int:
+        return self.engine.check(result, f"{self.name}: {what}")
+
+    def _patiently(self, what: str, call: Callable[..., int], *arguments: object) -> None:
+        """Wait in C, a while at a time, so that Python sees its signals."""
+        while (state := call(self._handle, self.number, *arguments, PATIENCE)) > 0:
+            pass
+        if state < 0:
+            self._checked(state, what)
+
+
+class HostCalls(HostOperator):
+    """An operator whose calls return tickets; see operators.CallOperator."""
+
+    def done(self, ticket: int) -> bool:
+        """Whether this rank's part of a call is over and its result in place."""
+        state = self._call.mm_done(self._handle, self.number, ticket)
+        return bool(state if state >= 0 else self._checked(state, f"call {ticket}"))
+
+    def wait(self, ticket: int) -> None:
+        """Return when ``done`` would say yes."""
+        self._patiently(f"call {ticket}", self._call.mm_wait, ticket)
+
+
+class HostGather(HostCalls):
+    """See operators.GatherOperator."""
 
     def all_gather_table(
         self,
@@ -167,6 +208,15 @@ class HostOperator:
             name.encode(),
         )
         return self._checked(number, f"table {name}")
+
+    def all_gather(self, table: int, base: int) -> int:
+        """Start a gather of ``table`` at byte ``base`` of the pools; its ticket."""
+        ticket = self._call.mm_all_gather(self._handle, self.number, table, base)
+        return ticket if ticket >= 0 else self._checked(ticket, "all-gather")
+
+
+class HostReduce(HostCalls):
+    """See operators.ReduceOperator."""
 
     def reduce_scatter_table(
         self,
@@ -199,11 +249,6 @@ class HostOperator:
         )
         return self._checked(number, f"table {name}")
 
-    def all_gather(self, table: int, base: int) -> int:
-        """Start a gather of ``table`` at byte ``base`` of the pools; its ticket."""
-        ticket = self._call.mm_all_gather(self._handle, self.number, table, base)
-        return ticket if ticket >= 0 else self._checked(ticket, "all-gather")
-
     def reduce_scatter(
         self, table: int, base: int, window_base: int, *, first: bool, divisor: float
     ) -> int:
@@ -213,19 +258,9 @@ class HostOperator:
         )
         return ticket if ticket >= 0 else self._checked(ticket, "reduce-scatter")
 
-    def done(self, ticket: int) -> bool:
-        """Whether this rank's part of a call is over and its result in place."""
-        state = self._call.mm_done(self._handle, self.number, ticket)
-        return bool(state if state >= 0 else self._checked(state, f"call {ticket}"))
 
-    def wait(self, ticket: int) -> None:
-        """Return when ``done`` would say yes."""
-        while (state := self._call.mm_wait(self._handle, self.number, ticket, PATIENCE)) > 0:
-            pass
-        if state < 0:
-            self._checked(state, f"call {ticket}")
-
-    # --- publish ---------------------------------------------------------------------------------
+class HostPublish(HostOperator):
+    """See operators.PublishOperator."""
 
     def publish_parameters(
         self,
@@ -291,40 +326,21 @@ class HostOperator:
         """Return when each of ``parameters`` has arrived in its version."""
         count = _length("parameters to wait for", parameters, versions)
         which, needed = array(c_int, parameters), array(c_uint64, versions)
-        while (
-            state := self._call.mm_publish_wait(
-                self._handle, self.number, count, which, needed, PATIENCE
-            )
-        ) > 0:
-            pass
-        self._checked(state, "publish")
+        self._patiently("publish", self._call.mm_publish_wait, count, which, needed)
 
     def publish_drain(self) -> None:
         """Return when this rank's sends and relays of the round are over."""
-        while (state := self._call.mm_publish_drain(self._handle, self.number, PATIENCE)) > 0:
-            pass
-        self._checked(state, "publish")
+        self._patiently("publish", self._call.mm_publish_drain)
 
     def publish_round_done(self) -> bool:
         """Whether this rank's part of the round is over."""
         state = self._call.mm_publish_round_done(self._handle, self.number)
         return bool(self._checked(state, "publish"))
 
-    def cursors(self) -> tuple[int, ...]:
-        """Per queue: chunks sent, acknowledged, arrived, received."""
-        count = self._checked(
-            self._call.mm_operator_cursors(self._handle, self.number, None, 0), "cursors"
-        )
-        words = (c_uint64 * count)()
-        self._call.mm_operator_cursors(self._handle, self.number, words, count)
-        return tuple(words)
 
-    @property
-    def _handle(self) -> int:
-        return self.engine.handle
-
-    def _checked(self, result: int, what: str) -> int:
-        return self.engine.check(result, f"{self.name}: {what}")
+KINDS: dict[str, type[HostOperator]] = dict(
+    zip(OPERATOR_KINDS, (HostGather, HostReduce, HostPublish), strict=True)
+)
 
 
 def _length(what: str, *columns: Sequence[object]) -> int:

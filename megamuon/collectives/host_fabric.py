@@ -15,16 +15,16 @@ from torch import Tensor
 
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.host_engine import HostEngine, HostOperator
-from megamuon.collectives.host_library import OperatorConfig, library
-from megamuon.collectives.operators import (
+from megamuon.collectives.host_library import library
+from megamuon.collectives.operator_settings import (
     CONTROL_ALIGNMENT,
     Nodes,
+    OperatorConfig,
     ReadySettings,
     aligned,
-    barrier,
-    compare,
     operator_configs,
 )
+from megamuon.collectives.operators import Operators, barrier, compare
 from megamuon.collectives.symmetric import SymmetricMemory
 from megamuon.mesh import Mesh
 
@@ -90,9 +90,10 @@ class HostFabric:
             deadline=settings.deadline,
             keep=self._control.mapped,
         )
-        self.operators: dict[str, HostOperator] = {
+        self._operators: dict[str, HostOperator] = {
             name: self.engine.operator(config, name) for name, config in placed.items()
         }
+        self.operators = Operators(**self._operators)
         self.memory: SymmetricMemory | None = None
         barrier(group)  # nobody calls before everybody has made the operators
 
@@ -103,7 +104,7 @@ class HostFabric:
         if self.memory is not None:
             raise CollectiveError("the symmetric pool is open already")
         memory = SymmetricMemory(self.group, nbytes, label="pool")
-        for name in self.operators:
+        for name in self._operators:
             if name != "publish":
                 self._set_pool(name, memory)
         self.memory = memory
@@ -122,7 +123,7 @@ class HostFabric:
 
     def _set_pool(self, name: str, memory: SymmetricMemory) -> None:
         ranks = self._configs[name].ranks
-        self.operators[name].set_pool([memory.bases[rank] for rank in ranks], keep=memory.mapped)
+        self._operators[name].set_pool([memory.bases[rank] for rank in ranks], keep=memory.mapped)
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where a tensor starts in the pool; None where it lies elsewhere, or there is no pool."""
@@ -152,9 +153,9 @@ class HostFabric:
 
         After a failure nobody does, and it returns at once.
         """
-        if not self.operators:
+        if not self._operators:
             return
-        self.operators = {}
+        self._operators = {}
         try:
             if not self.engine.failed():
                 barrier(self.group)

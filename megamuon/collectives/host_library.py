@@ -13,12 +13,12 @@ import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint64, c_void_p
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megamuon.collectives.base import CollectiveError
+from megamuon.collectives.operator_settings import OPERATOR_KINDS, OperatorConfig
 
 PATH = Path(__file__).resolve().parents[1] / "_native" / "libmegamuon_host.so"
 CODE_VERSION = 3  # MM_CODE_VERSION of host_api.h
@@ -28,7 +28,6 @@ REMEDY = (
 )
 TEXT_BYTES = 4096
 
-OPERATOR_KINDS = {"all_gather": 0, "reduce_scatter": 1, "publish": 2}
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 _ints = POINTER(c_int)
@@ -158,7 +157,7 @@ class HostLibrary:
 
     def operator_control_bytes(self, config: OperatorConfig) -> int:
         """What an operator needs at its ``control_offset`` of every control segment."""
-        return self.call.mm_operator_control_bytes(config.native())
+        return self.call.mm_operator_control_bytes(native(config))
 
     def _segment(self, function: ctypes._CFuncPtr, name: str, nbytes: int) -> int:
         text = ctypes.create_string_buffer(TEXT_BYTES)
@@ -190,38 +189,9 @@ def available() -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorConfig:
-    """What all ranks of an operator say alike: mm_operator_config of host_api.h.
-
-    ``ranks[node * columns + column]`` is a rank of the engine; ``parameters`` and the tiles are for
-    the publish alone.
-    """
-
-    kind: str  # a name of OPERATOR_KINDS
-    nodes: int
-    columns: int
-    ranks: tuple[int, ...]
-    control_offset: int
-    slots: int = 8
-    chunk_bytes: int = 64 * 1024
-    groups: int = 1
-    star_bytes: int = 0  # tables of at most so many bytes per node and rail take one hop
-    parameters: int = 0
-    tiles: int = 0
-    tile_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in OPERATOR_KINDS:
-            raise ValueError(f"operator kind {self.kind!r}: choose {', '.join(OPERATOR_KINDS)}")
-        if len(self.ranks) != self.nodes * self.columns:
-            raise ValueError(
-                f"operator over {self.nodes} x {self.columns} ranks has {len(self.ranks)} of them"
-            )
-
-    def native(self) -> ctypes.Structure:
-        """The C structure, which keeps its list of ranks alive."""
-        fields = {name: getattr(self, name) for name, _ in _Config._fields_}
-        fields["kind"] = OPERATOR_KINDS[self.kind]
-        fields["ranks"] = ctypes.cast(array(c_int, self.ranks), _ints)
-        return _Config(**fields)
+def native(config: OperatorConfig) -> ctypes.Structure:
+    """mm_operator_config of host_api.h, which keeps its list of ranks alive."""
+    fields = {name: getattr(config, name) for name, _ in _Config._fields_}
+    fields["kind"] = OPERATOR_KINDS.index(config.kind)
+    fields["ranks"] = ctypes.cast(array(c_int, config.ranks), _ints)
+    return _Config(**fields)

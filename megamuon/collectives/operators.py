@@ -1,8 +1,7 @@
 """What the ready transport, reducer and publisher ask of a fabric, whichever memory it is over.
 
-Owns the interfaces ``Fabric`` and ``Operator``, the settings and shapes of the operators of a grid,
-and the exchanges that precede them. A grid is R rows (nodes) x K columns of data-parallel ranks.
-Invariant: all ranks make the same operators. Tested through ``HostFabric``
+Owns the interfaces: ``Fabric``, its three kinds of operators, and the exchanges that precede their
+making. Invariant: all ranks make the same operators. Tested through ``HostFabric``
 (``tests/distributed/test_ready.py``) and ``DeviceFabric``
 (``tests/distributed/test_device_fabric.py``).
 
@@ -16,73 +15,44 @@ Invariant: all ranks make the same operators. Tested through ``HostFabric``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.collectives.base import CollectiveError
-from megamuon.collectives.host_library import OperatorConfig
-from megamuon.mesh import Mesh
+from megamuon.collectives.base import CollectiveError, GatherTable
+from megamuon.collectives.operator_settings import Nodes, ReadySettings
+
+if TYPE_CHECKING:
+    from megamuon.collectives.two_stage import TwoStageTable
 
 Value = TypeVar("Value")
-
-# Per node; messages up to that size take one hop (DMuon-2, appendix C.2). On a GPU they go through
-# one block, so the limit is low until it is measured there.
-STAR_BYTES = 128 << 10
-CONTROL_ALIGNMENT = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadySettings:
-    """How the operators cut and pace what they move; equal on all ranks."""
-
-    slots: int = 8  # of a queue's ring
-    chunk_bytes: int = 64 * 1024
-    tile_bytes: int = 512 * 1024  # of a publish
-    deadline: float = 600.0  # seconds that an operator may stand still
-    star_bytes: int = STAR_BYTES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """How the rows of a grid lie on nodes: ``size`` ranks of a row, side by side, on each.
-
-    A row is one node unless it is longer than a node has ranks, as under FSDP on several. Raises
-    ValueError where the size does not divide the columns.
-    """
-
-    columns: int  # of the grid
-    size: int
-
-    def __post_init__(self) -> None:
-        if self.size < 1 or self.columns % self.size:
-            raise ValueError(f"a row of {self.columns} ranks is not made of nodes of {self.size}")
-
-    @property
-    def per_row(self) -> int:
-        """Nodes of a row."""
-        return self.columns // self.size
-
-    def place(self, row: int, column: int) -> tuple[int, int]:
-        """Node, counted row by row, and place on it."""
-        return row * self.per_row + column // self.size, column % self.size
 
 
 class TableRefused(ValueError):  # noqa: N818  (what is wrong, like FileNotFound)
     """An operator cannot move what a table says, on any rank: the group goes another way."""
 
 
-class Operator(Protocol):
-    """An operator of one rank; which methods it has use for is its kind.
+class CallOperator(Protocol):
+    """An operator whose calls return tickets.
 
-    A call returns its ticket. After ``wait`` its result may be read by what this rank does next: on
-    a CPU when it has returned, on a GPU in the order of the current stream. All raise
-    CollectiveError where the ranks have lost each other.
+    After ``wait`` the result of a call may be read by what this rank does next: on a CPU when it
+    has returned, on a GPU in the order of the current stream. All methods raise CollectiveError
+    where the ranks have lost each other.
     """
+
+    def done(self, ticket: int) -> bool:
+        """Whether the result of a call is in place."""
+
+    def wait(self, ticket: int) -> None:
+        """See the class."""
+
+
+class GatherOperator(CallOperator, Protocol):
+    """AllGatherV in the pools."""
 
     def all_gather_table(
         self,
@@ -96,6 +66,13 @@ class Operator(Protocol):
         """Freeze a table: segment j is of owner (nodes[j], columns[j]), in bytes; its number.
         Raises TableRefused.
         """
+
+    def all_gather(self, table: int, base: int) -> int:
+        """Start a gather of ``table`` at byte ``base`` of the pools; its ticket."""
+
+
+class ReduceOperator(CallOperator, Protocol):
+    """ReduceScatterV in the pools."""
 
     def reduce_scatter_table(
         self,
@@ -112,19 +89,14 @@ class Operator(Protocol):
     ) -> int:
         """Freeze a table, in elements; ``windows`` lie in the owners' memory; its number."""
 
-    def all_gather(self, table: int, base: int) -> int:
-        """Start a gather of ``table`` at byte ``base`` of the pools; its ticket."""
-
     def reduce_scatter(
         self, table: int, base: int, window_base: int, *, first: bool, divisor: float
     ) -> int:
         """Start a reduction: store (``first``) or add sum / ``divisor``; its ticket."""
 
-    def done(self, ticket: int) -> bool:
-        """Whether the result of a call is in place."""
 
-    def wait(self, ticket: int) -> None:
-        """See the class."""
+class PublishOperator(Protocol):
+    """New weights down a column, round by round; errors and ``publish_wait`` as in CallOperator."""
 
     def publish_parameters(
         self,
@@ -178,6 +150,29 @@ class PoolMemory(Protocol):
         """Bytes from the start to the tensor's first element; None if it lies elsewhere."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """The operators of a rank; a grid of one row has the first two."""
+
+    gather: GatherOperator
+    reduce: ReduceOperator
+    share: GatherOperator | None = None
+    publish: PublishOperator | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PooledGroup:
+    """A layer group whose buffers lie in the open pool, at the same places on all ranks."""
+
+    name: str  # for errors
+    gather_table: GatherTable
+    gather_itemsize: int  # bytes of an element that is gathered
+    reduce_table: TwoStageTable
+    window: int | None  # bytes from the start of the pool; None: reductions stay outside
+    window_dtype: torch.dtype
+    slot_dtypes: Iterable[torch.dtype] = ()  # of the slots that lie in the pool
+
+
 class Fabric(Protocol):
     """The operators of a grid and the memory that they work in."""
 
@@ -188,7 +183,8 @@ class Fabric(Protocol):
     row: int
     column: int
     nodes: Nodes
-    operators: dict[str, Operator]  # by the names of the table above
+    group: dist.ProcessGroup | None  # the data-parallel ranks, in order of rows, then columns
+    operators: Operators
     memory: PoolMemory | None  # of gathers and reductions, once it is open
     # Whether an operator that waits occupies the device: then nothing that synchronises the device
     # may come between its start and what it waits for, as first calls of libraries do.
@@ -225,65 +221,16 @@ class Fabric(Protocol):
 class Ticket:
     """A call under way; the ``wait`` and ``is_completed`` of torch's handles."""
 
-    def __init__(self, operator: Operator, number: int) -> None:
+    def __init__(self, operator: CallOperator, number: int) -> None:
         self._operator, self._number = operator, number
 
     def wait(self) -> None:
-        """See Operator.wait. Raises CollectiveError."""
+        """See CallOperator. Raises CollectiveError."""
         self._operator.wait(self._number)
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._operator.done(self._number)
-
-
-def operator_configs(
-    mesh: Mesh,
-    nodes: Nodes,
-    settings: ReadySettings,
-    rails: tuple[int, int],
-    *,
-    groups: int = 1,
-) -> dict[str, OperatorConfig]:
-    """The operators of a grid; ``ranks`` are places of the whole grid, row by row.
-
-    ``rails``: parameters and tiles of the column that has most, for the publish; (0, 0) where
-    there is none. ``groups``: thread groups that share an operator's queues. Control memory is
-    still to be placed.
-    """
-    row_ranks = tuple(mesh.row * mesh.columns + k for k in range(mesh.columns))
-    column_ranks = tuple(r * mesh.columns + mesh.column for r in range(mesh.rows))
-    gather = OperatorConfig(
-        kind="all_gather",
-        nodes=nodes.per_row,
-        columns=nodes.size,
-        ranks=row_ranks,
-        control_offset=0,
-        slots=settings.slots,
-        chunk_bytes=settings.chunk_bytes,
-        groups=groups,
-        star_bytes=settings.star_bytes // nodes.size,
-    )
-    everybody = tuple(range(mesh.rows * mesh.columns))
-    configs = {
-        "gather": gather,
-        "reduce": replace(
-            gather, kind="reduce_scatter", nodes=mesh.rows * nodes.per_row, ranks=everybody
-        ),
-    }
-    if mesh.rows > 1:
-        configs["share"] = column = replace(
-            gather, nodes=mesh.rows, columns=1, ranks=column_ranks, star_bytes=settings.star_bytes
-        )
-        if rails[0]:
-            configs["publish"] = replace(
-                column,
-                kind="publish",
-                parameters=rails[0],
-                tiles=rails[1],
-                tile_bytes=settings.tile_bytes,
-            )
-    return configs
 
 
 def gather_objects(own: Value, group: dist.ProcessGroup | None) -> list[Value]:
@@ -311,8 +258,3 @@ def barrier(group: dist.ProcessGroup | None) -> None:
     """All ranks of ``group`` have come here. On the CPU, whatever the training device is."""
     if group is not None:
         dist.all_reduce(torch.zeros(1), group=group)
-
-
-def aligned(nbytes: int) -> int:
-    """``nbytes`` up to the next place where control memory may begin."""
-    return -(-nbytes // CONTROL_ALIGNMENT) * CONTROL_ALIGNMENT

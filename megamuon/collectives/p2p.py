@@ -31,11 +31,11 @@ from megamuon.collectives.base import (
     ReduceTable,
     SegmentTable,
     Transport,
+    TransportSettings,
     Work,
     mean_into,
     pack,
 )
-from megamuon.collectives.traffic import Traffic
 
 CHECK_SECONDS = 20.0  # for all ranks to reach the check and exchange what it needs
 
@@ -73,22 +73,8 @@ class PeerToPeerTransport(Transport):
 
     name = "p2p"
 
-    def __init__(
-        self,
-        *,
-        gather_group: dist.ProcessGroup | None,
-        reduce_group: dist.ProcessGroup | None,
-        wire_dtype: torch.dtype,
-        traffic: Traffic | None = None,
-        axis: str = "shard",
-    ) -> None:
-        super().__init__(
-            gather_group=gather_group,
-            reduce_group=reduce_group,
-            wire_dtype=wire_dtype,
-            traffic=traffic,
-            axis=axis,
-        )
+    def __init__(self, settings: TransportSettings) -> None:
+        super().__init__(settings)
         self._schedules: dict[SegmentTable, tuple[Transfer, ...]] = {}
 
     def schedule(self, table: SegmentTable) -> tuple[Transfer, ...]:

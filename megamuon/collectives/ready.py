@@ -21,9 +21,10 @@ from megamuon.collectives.base import (
     GatherTable,
     ReduceTable,
     Transport,
+    TransportSettings,
     Work,
 )
-from megamuon.collectives.operators import Fabric, TableRefused, Ticket
+from megamuon.collectives.operators import Fabric, PooledGroup, TableRefused, Ticket
 from megamuon.collectives.staged_work import STAGE_1, STAGE_2_SHARE, StagedWork, stage
 from megamuon.collectives.two_stage import TwoStageReducer, TwoStageTable
 
@@ -35,20 +36,19 @@ class ReadyTransport(Transport):
 
     def __init__(self, fallback: Transport, fabric: Fabric) -> None:
         super().__init__(
-            gather_group=fallback.gather_group,
-            reduce_group=fallback.reduce_group,
-            wire_dtype=fallback.wire_dtype,
-            traffic=fallback.traffic,
-            axis=fallback.axis,
+            TransportSettings(
+                gather_group=fallback.gather_group,
+                reduce_group=fallback.reduce_group,
+                wire_dtype=fallback.wire_dtype,
+                traffic=fallback.traffic,
+                axis=fallback.axis,
+            )
         )
         self.fallback, self.fabric = fallback, fabric
-        self._operator = fabric.operators["gather"]
+        self._operator = fabric.operators.gather
+        self._reducer: ReadyReducer | None = None
         self._tables: dict[tuple[int, int], tuple[GatherTable, int | TableRefused]] = {}
         self._names: dict[int, str] = {}  # of groups, by the identity of their tables
-
-    def name_group(self, table: GatherTable, name: str) -> None:
-        """What errors call the group of ``table``."""
-        self._names[id(table)] = name
 
     def all_gather_v(
         self, buffer: Tensor, table: GatherTable, *, operation: str = "gather"
@@ -83,11 +83,23 @@ class ReadyTransport(Transport):
         self.fallback.close()
         self.fabric.close()
 
-    def refusal(self, table: GatherTable, itemsize: int) -> str:
-        """Why gathers of ``table`` go through the fallback though their buffer is pooled, "" if
-        they do not.
-        """
-        number = self._table(table, itemsize)
+    def over_grid(self, reducer: TwoStageReducer) -> ReadyReducer:
+        """See Transport: pooled gradients go by the operator."""
+        self._reducer = ReadyReducer(reducer, self.fabric)
+        return self._reducer
+
+    def pooled(self, group: PooledGroup) -> str:
+        """See Transport: freezes the operators' tables, so that no pass has to."""
+        self._names[id(group.gather_table)] = group.name
+        number = self._table(group.gather_table, group.gather_itemsize)
+        if group.window is not None and self._reducer is not None:
+            self._reducer.pool(
+                group.reduce_table,
+                group.window,
+                group.slot_dtypes,
+                group.window_dtype,
+                name=group.name,
+            )
         return "" if isinstance(number, int) else str(number)
 
     def check(self) -> None:
@@ -184,8 +196,8 @@ class ReadyReducer:
 
     def __init__(self, fallback: TwoStageReducer, fabric: Fabric) -> None:
         self.fallback, self.fabric = fallback, fabric
-        self._operator = fabric.operators["reduce"]
-        self._share = fabric.operators.get("share")
+        self._operator = fabric.operators.reduce
+        self._share = fabric.operators.share
         self._pooled: dict[int, _Pooled] = {}  # by identity of the table
         self._tables: dict[tuple[int, torch.dtype, torch.dtype], int] = {}
         self._shares: dict[tuple[int, torch.dtype], int] = {}

@@ -39,7 +39,7 @@ class ReadyPublisher:
         self.copies, self.names, self.owner_rows = copies, dict(names), dict(owner_rows)
         self.group, self.row, self.traffic, self.rows = group, row, traffic, fabric.rows
         self.waited_seconds = 0.0
-        self._operator = fabric.operators["publish"]
+        self._operator = fabric.operators.publish
         check_rail(copies, self.names, self.owner_rows, group, row=row, rows=self.rows)
         self._position = {index: place for place, index in enumerate(copies.indices)}
         self._version = 0

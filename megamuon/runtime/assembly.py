@@ -15,10 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megamuon.collectives import Transport, TwoStageReducer, build_transport
+from megamuon.collectives import (
+    Transport,
+    TransportSettings,
+    TwoStageReducer,
+    build_transport,
+)
+from megamuon.collectives.base import Reducer
 from megamuon.collectives.call_check import CallCheck
-from megamuon.collectives.operators import Fabric
-from megamuon.collectives.ready import ReadyReducer, ReadyTransport
+from megamuon.collectives.operator_settings import OperatorGrid, ReadySettings
 from megamuon.collectives.traffic import Traffic
 from megamuon.mesh import Mesh, new_group
 from megamuon.optim import (
@@ -37,10 +42,9 @@ from megamuon.runtime.agreement import WorldAgreement
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import PieceExchange, sum_in_order
-from megamuon.runtime.fabric import FabricChoice, choose_fabric
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
-from megamuon.runtime.publish import Publication
+from megamuon.runtime.publish import Publication, rails
 from megamuon.runtime.reductions import Reductions
 from megamuon.runtime.rounds import Rounds
 from megamuon.runtime.step import OwnerStep
@@ -104,9 +108,7 @@ class Parts:
     step: OwnerStep
     exchange: PieceExchange
     publication: Publication | None
-    fabric: FabricChoice
-    reducer: TwoStageReducer | ReadyReducer
-    data_group: dist.ProcessGroup | None
+    transport: Transport
 
 
 def build_parts(
@@ -118,9 +120,7 @@ def build_parts(
 ) -> Parts:
     """All parts for ``groups``.  A collective: it makes process groups."""
     mesh, traffic = grid.mesh, Traffic()
-    data_group = grid.new_group("data") if config.collectives == "ready" else None
-    fabric = choose_fabric(config, mesh, plan, data_group, device)
-    transport, reducer = _transports(groups, grid, config, fabric.ready, traffic)
+    transport, reducer = _transports(groups, plan, grid, config, device, traffic)
     publication = None
     publish_group = grid.new_group("replicate")
     if mesh.rows > 1:
@@ -133,7 +133,7 @@ def build_parts(
             device=device,
             traffic=traffic,
             synchronous=config.publish == "sync",
-            fabric=fabric.ready,
+            fabric=transport.fabric,
         )
     gradient_group = grid.new_group("tp")
     exchange = PieceExchange(
@@ -195,27 +195,42 @@ def build_parts(
         step=step,
         exchange=exchange,
         publication=publication,
-        fabric=fabric,
-        reducer=reducer,
-        data_group=data_group,
+        transport=transport,
     )
 
 
 def _transports(
     groups: Sequence[LayerGroup],
+    plan: OwnershipPlan,
     grid: Grid,
     config: RuntimeConfig,
-    ready: Fabric | None,
+    device: torch.device,
     traffic: Traffic,
-) -> tuple[Transport, TwoStageReducer | ReadyReducer]:
-    """What gathers and what reduces; over grouped calls where ``ready`` has a fabric."""
+) -> tuple[Transport, Reducer]:
+    """What gathers and what reduces."""
     mesh = grid.mesh
+    ready = ReadySettings(
+        slots=config.ring_slots,
+        chunk_bytes=config.chunk_bytes,
+        tile_bytes=config.publish_tile_bytes,
+        deadline=config.collective_deadline,
+    )
     transport = build_transport(
-        "grouped" if config.collectives == "ready" else config.collectives,
-        gather_group=grid.new_group("shard"),
-        reduce_group=grid.new_group("shard"),
-        wire_dtype=config.reduce_dtype,
-        traffic=traffic,
+        config.collectives,
+        TransportSettings(
+            gather_group=grid.new_group("shard"),
+            reduce_group=grid.new_group("shard"),
+            wire_dtype=config.reduce_dtype,
+            traffic=traffic,
+            grid=OperatorGrid(
+                mesh=mesh,
+                device=device,
+                fabric=config.fabric,
+                settings=ready,
+                new_group=lambda: grid.new_group("data"),
+                rails=rails(plan, mesh, config.sent_dtype.itemsize, ready.tile_bytes),
+            ),
+        ),
     )
     transport.check_schedules([t for g in groups for t in (g.gather_table, g.reduce_table.columns)])
     reducer = TwoStageReducer(
@@ -228,9 +243,7 @@ def _transports(
         wire_dtype=config.reduce_dtype,
         traffic=traffic,
     )
-    if ready is None:
-        return transport, reducer
-    return ReadyTransport(transport, ready), ReadyReducer(reducer, ready)
+    return transport, transport.over_grid(reducer)
 
 
 def elementwise_optimizer(settings: OptimizerSettings) -> OwnerOptimizer:

@@ -64,8 +64,10 @@ class Publication:
         names = {self._place[p.name]: p.name for p in led}
         rows = {self._place[p.name]: plan.topology.row_of(plan.owner_of(p.name)) for p in led}
         sizes = {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}
-        buffer, operator = None, fabric is not None and "publish" in fabric.operators
-        if fabric is not None and operator:
+        buffer = None
+        if fabric is not None and fabric.operators.publish is None:
+            fabric = None
+        if fabric is not None:
             memory = fabric.open_copies(_heaviest_copies(groups, plan, mesh, dtype))
             buffer = memory.tensor(0, LeaderCopies.bytes_of(sizes, dtype), torch.uint8)
         self.copies = LeaderCopies(sizes, dtype, device, buffer=buffer)
@@ -78,7 +80,7 @@ class Publication:
         }
         self.publisher: Publisher | ReadyPublisher
         self._operator: Callable[[], ReadyPublisher] | None = None  # what takes over later
-        if fabric is None or not operator:
+        if fabric is None:
             self.publisher = Publisher(self.copies, **common)
         elif fabric.waits_on_device:
             self.publisher = Publisher(self.copies, **common)
@@ -213,3 +215,14 @@ def _heaviest_copies(
                 column = plan.topology.column_of(plan.owner_of(parameter.name))
                 sizes[column][len(sizes[column])] = parameter.piece_numel(mesh.tp_rank)
     return max(LeaderCopies.bytes_of(held, dtype) for held in sizes)
+
+
+def rails(plan: OwnershipPlan, mesh: Mesh, itemsize: int, tile_bytes: int) -> tuple[int, int]:
+    """Parameters and publish tiles of the column that has most of each."""
+    counts = [[0, 0] for _ in range(mesh.columns)]
+    for parameter in plan.parameters:
+        if parameter.layout is Layout.OWNER:
+            held = counts[plan.topology.column_of(plan.owner_of(parameter.name))]
+            held[0] += 1
+            held[1] += -(-parameter.piece_numel(mesh.tp_rank) * itemsize // tile_bytes)
+    return max(count for count, _ in counts), max(tiles for _, tiles in counts)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamuon.collectives.ready import ReadyReducer
 from megamuon.matrices import (
     LogicalParameter,
     Placement,
@@ -35,7 +34,6 @@ from megamuon.runtime.assembly import Grid, build_parts, device_of
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import cut_piece
-from megamuon.runtime.fabric import PoolOpener
 from megamuon.runtime.initial import (
     CheckedFill,
     Fill,
@@ -46,6 +44,7 @@ from megamuon.runtime.initial import (
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.measure import cost_function
 from megamuon.runtime.module_buffers import ModuleBuffers
+from megamuon.runtime.pool_opener import PoolOpener
 from megamuon.runtime.publish import Publication
 from megamuon.runtime.released import guard_modules
 from megamuon.runtime.runtime import Runtime
@@ -122,18 +121,12 @@ def shard(
         step=parts.step,
         exchange=parts.exchange,
         buffers=buffers,
-        notes=parts.fabric.lines,
+        notes=parts.transport.notes,
     )
     guard_modules(model, holders, runtime.clear_gradients)
-    if isinstance(parts.reducer, ReadyReducer):
-        opener = PoolOpener(
-            runtime,
-            parts.fabric,
-            parts.reducer,
-            parts.data_group,
-            required=config.fabric != "auto",
-        )
-        runtime.use_pool(opener)
+    if (fabric := parts.transport.fabric) is not None:
+        required = config.fabric != "auto"
+        runtime.use_pool(PoolOpener(runtime, parts.transport, fabric, required=required))
     return runtime
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.device_fabric import DeviceFabric
-from megamuon.collectives.device_operator import DeviceOperator
-from megamuon.collectives.operators import ReadySettings
+from megamuon.collectives.device_operator import DeviceGather, DevicePublish, DeviceReduce
+from megamuon.collectives.operator_settings import ReadySettings
 
 
 class Point:
@@ -115,9 +115,9 @@ class WrittenEngine:
         self.calls.append("close")
 
 
-def publisher() -> tuple[DeviceOperator, list[str]]:
+def publisher() -> tuple[DevicePublish, list[str]]:
     calls: list[str] = []
-    operator = DeviceOperator(WrittenEngine(calls), "publish", WrittenStreams(calls))  # type: ignore[arg-type]
+    operator = DevicePublish(WrittenEngine(calls), "publish", WrittenStreams(calls))  # type: ignore[arg-type]
     operator.publish_parameters(
         nodes=[0, 1, 0], offsets=[0, 16, 32], nbytes=[16, 16, 16], names=["a", "b", "c"]
     )
@@ -157,13 +157,13 @@ def test_a_round_that_was_given_up_is_not_waited_for() -> None:
     assert calls == []
 
 
-def table_of(operator: DeviceOperator) -> int:
+def table_of(operator: DeviceGather) -> int:
     return operator.all_gather_table(nodes=[0], columns=[0], offsets=[0], nbytes=[16], name="t")
 
 
 def test_tables_are_uploaded_once_and_before_a_call_that_reads_them() -> None:
     calls: list[str] = []
-    operator = DeviceOperator(WrittenEngine(calls), "gather", WrittenStreams(calls))  # type: ignore[arg-type]
+    operator = DeviceGather(WrittenEngine(calls), "gather", WrittenStreams(calls))  # type: ignore[arg-type]
     first, second = table_of(operator), table_of(operator)
     operator.upload()
     operator.upload()
@@ -185,7 +185,7 @@ def fabric_of(calls: list[str], ends: bool) -> DeviceFabric:
     engine = WrittenEngine(calls)
     fabric._configs = {"reduce": SimpleNamespace()}
     fabric._engines = {"reduce": engine}
-    fabric.operators = {"reduce": DeviceOperator(engine, "reduce", streams)}  # type: ignore[arg-type]
+    fabric._operators = {"reduce": DeviceReduce(engine, "reduce", streams)}  # type: ignore[arg-type]
     return fabric
 
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megamuon.collectives import CollectiveError
-from megamuon.collectives.host_engine import HostEngine, HostOperator
-from megamuon.collectives.host_library import OperatorConfig, library
+from megamuon.collectives.host_engine import HostEngine, HostGather
+from megamuon.collectives.host_library import library
+from megamuon.collectives.operator_settings import OperatorConfig
 from megamuon.collectives.symmetric import SymmetricMemory
 
 RANKS = 4  # 2 nodes x 2 columns
@@ -71,7 +72,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     made.close()
 
 
-def gather_table(operator: HostOperator) -> int:
+def gather_table(operator: HostGather) -> int:
     return operator.all_gather_table(
         nodes=[0, 0, 1, 1],
         columns=[0, 1, 0, 1],

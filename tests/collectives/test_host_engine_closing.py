@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from megamuon.collectives import CollectiveError
-from megamuon.collectives.host_engine import HostOperator
+from megamuon.collectives.host_engine import HostOperator, HostReduce
 from tests.collectives.test_host_engine import RANKS, Ranks, gather_table
 
 # --- a rank that closes ---------------------------------------------------------------------------
 
 
-def reduce_table(operator: HostOperator, nodes: Sequence[int]) -> int:
+def reduce_table(operator: HostReduce, nodes: Sequence[int]) -> int:
     """300 elements of the owner in column 0 of each of ``nodes``."""
     return operator.reduce_scatter_table(
         nodes=nodes,

@@ -20,10 +20,11 @@ from megamuon.collectives.host_library import (
     SIGNATURES,
     HostLibrary,
     LibraryMissing,
-    OperatorConfig,
     available,
     library,
+    native,
 )
+from megamuon.collectives.operator_settings import OperatorConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "csrc" / "bindings" / "host_api.h"
@@ -69,7 +70,7 @@ def test_the_constants_are_those_of_the_header() -> None:
     values = {name: int(value) for name, value in re.findall(r"MM_(\w+) = (\d+)", text)}
     short = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16"}
     ours = {short[str(dtype).removeprefix("torch.")]: code for dtype, code in DTYPES.items()}
-    assert values == ours | {kind.upper(): code for kind, code in OPERATOR_KINDS.items()}
+    assert values == ours | {kind.upper(): code for code, kind in enumerate(OPERATOR_KINDS)}
 
 
 def test_the_configuration_arrives_in_c_as_it_was_given(tmp_path: Path) -> None:
@@ -102,8 +103,8 @@ def test_the_configuration_arrives_in_c_as_it_was_given(tmp_path: Path) -> None:
         tiles=2**34,
         tile_bytes=2**35,
     )
-    native = config.native()
-    values = [field(ctypes.addressof(native), i) for i in range(13)]
+    made = native(config)
+    values = [field(ctypes.addressof(made), i) for i in range(13)]
     assert values == [2, 2, 3, 9, 4, 2**40, 5, 2**33, 6, 2**36, 7, 2**34, 2**35]
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from megamuon.collectives import CollectiveError
-from megamuon.collectives.host_engine import HostEngine, HostOperator
-from megamuon.collectives.host_library import OperatorConfig, array, library
+from megamuon.collectives.host_engine import HostEngine, HostGather
+from megamuon.collectives.host_library import array, library
+from megamuon.collectives.operator_settings import OperatorConfig
 
 CHUNK = 512
 GRAIN = 16  # slices of a rail begin at multiples of it
@@ -205,7 +206,7 @@ def test_a_reduction_sums_every_element_once_and_writes_no_other(nodes: int, col
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def gather_table(operator: HostOperator, node: int, column: int) -> int:
+def gather_table(operator: HostGather, node: int, column: int) -> int:
     return operator.all_gather_table(
         nodes=[0, node], columns=[0, column], offsets=[0, 8], nbytes=[8, 8], name="layers.3"
     )

@@ -14,6 +14,7 @@ from megamuon.collectives import (
     SegmentTable,
     StagedWork,
     TableSegment,
+    TransportSettings,
     TwoStageReducer,
     TwoStageTable,
     Work,
@@ -58,7 +59,7 @@ def test_bad_tables_are_refused(rows: tuple[tuple[RowSegment, ...], ...], messag
 
 def reducer(**changed: Any) -> TwoStageReducer:
     transport = build_transport(
-        "grouped", gather_group=None, reduce_group=None, wire_dtype=torch.float32
+        "grouped", TransportSettings(gather_group=None, reduce_group=None, wire_dtype=torch.float32)
     )
     place = {"column": 0, "row": 0, "rows": 1, "columns": 1, "wire_dtype": torch.float32}
     return TwoStageReducer(transport, None, **(place | changed))

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from megamuon.collectives import CollectiveError
+from megamuon.collectives import fabric_choice as choice
 from megamuon.collectives.device_fabric import DeviceFabric
-from megamuon.collectives.operators import ReadySettings, TableRefused
+from megamuon.collectives.operator_settings import ReadySettings
+from megamuon.collectives.operators import TableRefused
 from megamuon.mesh import MeshError, new_group
-from megamuon.runtime import fabric as choice
 from megamuon.runtime.publish import Publication
 from tests.support.device_stand_in import stand_in_library
 from tests.support.grids import mesh_of
@@ -153,7 +154,7 @@ def _multicast(rank: int, world: int, library: Path) -> dict[str, Any]:
     """What is refused where the switch stores, and what is not."""
     fabric, _ = _made(rank, world, library)
     memory = fabric.open(1 << 16)
-    gather = fabric.operators["gather"]
+    gather = fabric.operators.gather
     odd = {"nodes": [0, 0], "columns": [0, 1], "offsets": [0, 24], "nbytes": [24, 24]}
     try:
         gather.all_gather_table(name="odd", **odd)
@@ -198,7 +199,7 @@ def _stands_still(rank: int, world: int, library: Path) -> list[str]:
     """Rank 1 never gathers: the wait, or the look at the end of the step, says so."""
     fabric, group = _made(rank, world, library, deadline=1.0)
     fabric.open(4096)
-    gather = fabric.operators["gather"]
+    gather = fabric.operators.gather
     halves = {"nodes": [0, 0], "columns": [0, 1], "offsets": [0, 64], "nbytes": [64, 64]}
     table = gather.all_gather_table(name="layer 3", **halves)
     said = []

@@ -9,7 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamuon.collectives.base import CollectiveError, SegmentTable, TableSegment, Transport
+from megamuon.collectives.base import (
+    CollectiveError,
+    SegmentTable,
+    TableSegment,
+    Transport,
+    TransportSettings,
+)
 from megamuon.collectives.grouped import GroupedTransport
 from megamuon.collectives.p2p import (
     PeerToPeerTransport,
@@ -94,9 +100,9 @@ def compare(rank: int, world: int, groups: dict[str, dist.ProcessGroup]) -> list
     """What differed from ``grouped``."""
     wrong = []
     for kind in KINDS:
-        reference = GroupedTransport(**groups, wire_dtype=kind[1])
+        reference = GroupedTransport(TransportSettings(**groups, wire_dtype=kind[1]))
         others = [
-            maker(**groups, wire_dtype=kind[1], traffic=Traffic(), axis="data")
+            maker(TransportSettings(**groups, wire_dtype=kind[1], traffic=Traffic(), axis="data"))
             for maker in (PeerToPeerTransport, PaddedTransport)
         ]
         others[0].check_schedules([table(seed, world)[0] for seed in range(CASES)])
@@ -149,7 +155,7 @@ def checks(rank: int, world: int, groups: dict[str, dist.ProcessGroup]) -> list[
     ]
     results = []
     for tables, wire in attempts:
-        transport = PeerToPeerTransport(**groups, wire_dtype=wire)
+        transport = PeerToPeerTransport(TransportSettings(**groups, wire_dtype=wire))
         started = time.monotonic()
         with pytest.raises(ScheduleMismatchError) as caught:
             transport.check_schedules(tables)

@@ -15,12 +15,13 @@ from megamuon.collectives import (
     TableSegment,
     Traffic,
     Transport,
+    TransportSettings,
     TwoStageReducer,
     TwoStageTable,
     build_transport,
 )
 from megamuon.collectives.host_fabric import HostFabric
-from megamuon.collectives.operators import Nodes, ReadySettings
+from megamuon.collectives.operator_settings import Nodes, ReadySettings
 from megamuon.collectives.ready import ReadyReducer, ReadyTransport
 from megamuon.mesh import Mesh, new_group
 from tests.support.grids import mesh_of
@@ -87,7 +88,10 @@ def grouped(
 ) -> tuple[Transport, TwoStageReducer]:
     """What the operators are compared with, and fall back to."""
     transport = build_transport(
-        "grouped", gather_group=gather, reduce_group=reduce, wire_dtype=wire, traffic=traffic
+        "grouped",
+        TransportSettings(
+            gather_group=gather, reduce_group=reduce, wire_dtype=wire, traffic=traffic
+        ),
     )
     reducer = TwoStageReducer(
         transport,

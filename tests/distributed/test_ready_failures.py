@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 
 from megamuon.collectives import CollectiveError
-from megamuon.collectives.host_engine import HostOperator
 from megamuon.collectives.host_fabric import HostFabric
-from megamuon.collectives.operators import ReadySettings
+from megamuon.collectives.operator_settings import ReadySettings
 from tests.support.grids import mesh_of
 from tests.support.ranks import Outcome, run_ranks_outcomes
 
@@ -75,14 +74,14 @@ class Place:
         fabric.open(2 * nbytes)
         columns = list(range(mesh.columns))
         offsets = [NUMEL * column for column in columns]
-        self.gather_table = self.operators["gather"].all_gather_table(
+        self.gather_table = self.operators.gather.all_gather_table(
             nodes=[0] * len(columns),
             columns=columns,
             offsets=[4 * offset for offset in offsets],
             nbytes=[4 * NUMEL] * len(columns),
             name="layers.3",
         )
-        self.reduce_table = self.operators["reduce"].reduce_scatter_table(
+        self.reduce_table = self.operators.reduce.reduce_scatter_table(
             nodes=[column % rows for column in columns],
             columns=columns,
             offsets=offsets,
@@ -94,7 +93,7 @@ class Place:
             name="layers.4",
         )
         if rows > 1:
-            self.share_table = self.operators["share"].all_gather_table(
+            self.share_table = self.operators.share.all_gather_table(
                 nodes=[0, 1],
                 columns=[0, 0],
                 offsets=[0, 4 * NUMEL],
@@ -102,7 +101,7 @@ class Place:
                 name="layers.5",
             )
             fabric.open_copies(4 * NUMEL)
-            self.operators["publish"].publish_parameters(
+            self.operators.publish.publish_parameters(
                 nodes=[rows - 1], offsets=[0], nbytes=[4 * NUMEL], names=["layers.6.weight"]
             )
         self.version = 0
@@ -110,17 +109,19 @@ class Place:
 
     def start(self, name: str) -> Callable[[], None]:
         """Begin a call of the operator ``name``; what waits for it."""
-        operator: HostOperator = self.operators[name]
         if name == "publish":
+            publish = self.operators.publish
             self.version += 1
-            operator.publish_begin([0], self.version)
+            publish.publish_begin([0], self.version)
             if self.mesh.row == self.mesh.rows - 1:
-                operator.publish_task(0)
-            return lambda: operator.publish_wait([0], [self.version])
+                publish.publish_task(0)
+            return lambda: publish.publish_wait([0], [self.version])
         if name == "reduce":
             at = 4 * NUMEL * self.mesh.columns
+            operator = self.operators.reduce
             ticket = operator.reduce_scatter(self.reduce_table, 0, at, first=True, divisor=1.0)
         else:
+            operator = getattr(self.operators, name)
             table = self.gather_table if name == "gather" else self.share_table
             ticket = operator.all_gather(table, 0)
         return lambda: operator.wait(ticket)
@@ -129,7 +130,7 @@ class Place:
         """A call that goes well, on all ranks."""
         self.start(name)()
         if name == "publish":
-            self.operators["publish"].publish_drain()
+            self.operators.publish.publish_drain()
         dist.barrier(self.group)
 
     def after(self, error: str, seconds: float) -> Heard:

@@ -18,7 +18,7 @@ from megamuon.collectives.host_library import LibraryMissing, library
 from megamuon.mesh import MeshError
 from megamuon.runtime import Runtime, RuntimeConfig, shard
 from megamuon.runtime.agreement import PlanMismatchError
-from megamuon.runtime.fabric import PoolOpener
+from megamuon.runtime.pool_opener import PoolOpener
 from tests.support.grids import mesh_of
 from tests.support.ranks import Outcome, run_ranks_outcomes
 from tests.support.scenarios import SCENARIOS, Block, build

@@ -14,7 +14,7 @@ from torch import Tensor
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.host_fabric import HostFabric
 from megamuon.collectives.leader_copies import LeaderCopies, StaleCopyError
-from megamuon.collectives.operators import ReadySettings
+from megamuon.collectives.operator_settings import ReadySettings
 from megamuon.collectives.ready_publish import ReadyPublisher
 from megamuon.collectives.traffic import Traffic
 from megamuon.mesh import new_group

@@ -15,12 +15,15 @@ from megamuon.collectives import (
     SegmentTable,
     TableSegment,
     Traffic,
+    TransportSettings,
     build_transport,
 )
+from megamuon.collectives.operator_settings import OperatorGrid, ReadySettings
+from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 
 CASES = 12
-UNPADDED = ("grouped", "per_owner", "p2p")  # padding travels, and is counted
+UNPADDED = ("grouped", "per_owner", "p2p", "ready")  # padding travels, and is counted
 
 
 def table(seed: int, world: int) -> tuple[SegmentTable, int]:
@@ -50,10 +53,19 @@ def work(rank: int, world: int) -> list[str]:
             traffic = Traffic()
             transport = build_transport(
                 name,
-                gather_group=gather_group,
-                reduce_group=reduce_group,
-                wire_dtype=wire,
-                traffic=traffic,
+                TransportSettings(
+                    gather_group=gather_group,
+                    reduce_group=reduce_group,
+                    wire_dtype=wire,
+                    traffic=traffic,
+                    grid=OperatorGrid(
+                        mesh=mesh_of(rank, world),
+                        device=torch.device("cpu"),
+                        fabric="host",
+                        settings=ReadySettings(),
+                        new_group=dist.new_group,
+                    ),
+                ),
             )
             master = torch.float64 if wire is torch.float64 else torch.float32
             for seed in range(CASES):
@@ -106,6 +118,7 @@ def work(rank: int, world: int) -> list[str]:
                     failed.append(f"{label}: divisor 6")
                 if not torch.equal(slots, values(seed, rank, numel, wire)):
                     failed.append(f"{label}: the slots were written")
+            transport.close()
     return failed
 
 
@@ -116,4 +129,7 @@ def test_transports(world: int) -> None:
 
 def test_an_unknown_transport_is_named() -> None:
     with pytest.raises(ValueError, match="--collectives nccl: choose one of grouped, p2p, padded"):
-        build_transport("nccl", gather_group=None, reduce_group=None, wire_dtype=torch.float32)
+        build_transport(
+            "nccl",
+            TransportSettings(gather_group=None, reduce_group=None, wire_dtype=torch.float32),
+        )

@@ -16,6 +16,7 @@ from megamuon.collectives import (
     StagedWork,
     TableSegment,
     Traffic,
+    TransportSettings,
     TwoStageReducer,
     TwoStageTable,
     build_transport,
@@ -142,10 +143,12 @@ def work(rank: int, world: int) -> dict[str, Any]:
                 traffic = Traffic()
                 transport = build_transport(
                     "grouped" if name == NATIVE else name,
-                    gather_group=gather_groups[row] if columns > 1 else None,
-                    reduce_group=reduce_groups[row] if columns > 1 else None,
-                    wire_dtype=wire,
-                    traffic=traffic,
+                    TransportSettings(
+                        gather_group=gather_groups[row] if columns > 1 else None,
+                        reduce_group=reduce_groups[row] if columns > 1 else None,
+                        wire_dtype=wire,
+                        traffic=traffic,
+                    ),
                 )
                 reducer = TwoStageReducer(
                     transport,

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from megamuon.collectives.device_library import SIGNATURES, DeviceCapability
-from megamuon.collectives.host_library import OperatorConfig
+from megamuon.collectives.host_library import native
+from megamuon.collectives.operator_settings import OperatorConfig
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 BUILT = CSRC.parent / "build" / "tests"  # kept from one test file to the next
@@ -110,9 +111,9 @@ class BareFabric:
 
     def operator(self, kind: str, **more: int) -> int:
         config = self.config(kind, **more)
-        native = config.native()
-        op = self.call.mmd_operator_create(self.handle, byref(native), kind.encode())
-        self.control += self.call.mmd_operator_control_bytes(*self.grid, byref(native))
+        made = native(config)
+        op = self.call.mmd_operator_create(self.handle, byref(made), kind.encode())
+        self.control += self.call.mmd_operator_control_bytes(*self.grid, byref(made))
         return op
 
     def gather_table(self, op: int, rows: list[tuple[int, int, int, int]]) -> int:

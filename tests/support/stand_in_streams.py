@@ -139,5 +139,5 @@ def _library(path: Path) -> DeviceLibrary:
 
 
 def stand_in_parts(path: Path) -> tuple[DeviceLibrary, StandInStreams]:
-    """In the place of ``megamuon.runtime.fabric.device_parts``."""
+    """In the place of ``megamuon.collectives.fabric_choice.device_parts``."""
     return _library(path), StandInStreams()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamuon.runtime import fabric
+from megamuon.collectives import fabric_choice as fabric
 from tests.support.device_stand_in import stand_in_library
 from tests.support.ranks import run_ranks
 from tests.support.stand_in_streams import stand_in_parts

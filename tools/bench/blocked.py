@@ -15,15 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megamuon.collectives.host_engine import HostOperator
+from megamuon.collectives.host_engine import HostCalls, HostPublish
 from megamuon.collectives.publish import Publisher
 from megamuon.collectives.ready_publish import ReadyPublisher
 
 WAITS = (
     (dist.Work, "wait"),
-    (HostOperator, "wait"),
-    (HostOperator, "publish_wait"),
-    (HostOperator, "publish_drain"),
+    (HostCalls, "wait"),
+    (HostPublish, "publish_wait"),
+    (HostPublish, "publish_drain"),
 )
 
 

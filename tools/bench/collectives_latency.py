@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megamuon.collectives import SegmentTable
 from megamuon.collectives.host_engine import HostEngine, HostOperator
-from megamuon.collectives.operators import ReadySettings
+from megamuon.collectives.operator_settings import ReadySettings
 from tools.bench.collectives_ranks import (
     ALIGNMENT,
     OPERATIONS,

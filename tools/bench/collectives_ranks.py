@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.collectives import SegmentTable, TableSegment, Transport, Work
+from megamuon.collectives.base import TransportSettings
 from megamuon.collectives.grouped import GroupedTransport
-from megamuon.collectives.host_engine import HostEngine, HostOperator
-from megamuon.collectives.host_library import OperatorConfig, library
-from megamuon.collectives.operators import ReadySettings, Ticket
+from megamuon.collectives.host_engine import HostEngine, HostGather, HostReduce
+from megamuon.collectives.host_library import library
+from megamuon.collectives.operator_settings import OperatorConfig, ReadySettings
+from megamuon.collectives.operators import Ticket
 from megamuon.collectives.per_owner import PerOwnerTransport
 from megamuon.collectives.symmetric import SymmetricMemory
 
@@ -100,7 +102,7 @@ def place_operators(
 
 
 def gather_table(
-    operator: HostOperator, table: SegmentTable, columns: int, itemsize: int, name: str
+    operator: HostGather, table: SegmentTable, columns: int, itemsize: int, name: str
 ) -> int:
     """The operator's number of ``table``, whose ranks are those of the grid."""
     return operator.all_gather_table(
@@ -113,7 +115,7 @@ def gather_table(
 
 
 def reduce_table(
-    operator: HostOperator, table: SegmentTable, columns: int, dtype: torch.dtype, name: str
+    operator: HostReduce, table: SegmentTable, columns: int, dtype: torch.dtype, name: str
 ) -> int:
     """As ``gather_table``; sums are taken in FP32, each owner's segment at its window's start."""
     return operator.reduce_scatter_table(
@@ -381,7 +383,8 @@ def work(rank: int, world: int, job: Job) -> list[dict[str, Any]]:
         job=job,
         own=Operators(job.rows, job.columns, pool_bytes(job)),
         library=tuple(
-            kind(**groups, wire_dtype=job.dtype) for kind in (PerOwnerTransport, GroupedTransport)
+            kind(TransportSettings(**groups, wire_dtype=job.dtype))
+            for kind in (PerOwnerTransport, GroupedTransport)
         ),
         start=Start(),
     )

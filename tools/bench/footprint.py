@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megamuon.collectives.ready import ReadyTransport
 from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import Runtime
@@ -90,9 +89,9 @@ def shared_of(runtime: object) -> Shared:
     which ``reachable_tensors`` finds.
     """
     transport = runtime.engine.transport if isinstance(runtime, Runtime) else None
-    if not isinstance(transport, ReadyTransport):
+    fabric = None if transport is None else transport.fabric
+    if fabric is None:
         return Shared()
-    fabric = transport.fabric
     memory, control = fabric.memory, fabric.control_bytes
     if memory is None:
         return Shared(control=control)

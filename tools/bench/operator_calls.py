@@ -16,8 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megamuon.collectives.host_engine import HostEngine, HostOperator
-from megamuon.collectives.host_library import OperatorConfig
+from megamuon.collectives.host_engine import (
+    HostEngine,
+    HostGather,
+    HostOperator,
+    HostPublish,
+    HostReduce,
+)
+from megamuon.collectives.operator_settings import OperatorConfig
 from tools.bench.wire import ByteCounter, Call
 
 Volumes = dict[str, int]  # operation -> bytes that this rank sends
@@ -37,12 +43,13 @@ class OperatorCalls:
         """See all operators, tables and calls of this process until the block ends."""
         seen: dict[type, dict[str, Callable[..., None]]] = {
             HostEngine: {"operator": self._made},
-            HostOperator: {
-                "all_gather_table": self._gather_table,
+            HostGather: {"all_gather_table": self._gather_table, "all_gather": self._called},
+            HostReduce: {
                 "reduce_scatter_table": self._reduce_table,
-                "publish_parameters": self._publish_list,
-                "all_gather": self._called,
                 "reduce_scatter": self._called,
+            },
+            HostPublish: {
+                "publish_parameters": self._publish_list,
                 "publish_task": self._published,
             },
         }

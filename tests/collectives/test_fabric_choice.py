@@ -2,48 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
+from megamuon.collectives import (
+    TRANSPORTS,
+    Transport,
+    TransportSettings,
+    build_transport,
+)
 from megamuon.collectives.device_library import Rung
+from megamuon.collectives.fabric_choice import node_size
+from megamuon.collectives.operator_settings import OperatorGrid, ReadySettings
 from megamuon.mesh import MeshError
-from megamuon.ownership.plan import OwnershipPlan
-from megamuon.ownership.planner import build_plan
-from megamuon.ownership.settings import PlannerSettings, Topology
-from megamuon.runtime import RuntimeConfig
-from megamuon.runtime.fabric import choose_fabric, node_size
 from tests.support.grids import mesh_of
 
-CPU = torch.device("cpu")
-READY = RuntimeConfig(collectives="ready")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def plan() -> OwnershipPlan:
-    return build_plan((), Topology(rows=1, columns=2), lambda _: 0.0, PlannerSettings())
+def built(
+    fabric: str = "auto", *, world: int = 2, device: torch.device = CPU, name: str = "ready"
+) -> Transport:
+    """The transport of a rank whose peers are not there."""
+    grid = OperatorGrid(
+        mesh=mesh_of(0, world),
+        device=device,
+        fabric=fabric,
+        settings=ReadySettings(),
+        new_group=lambda: None,
+    )
+    settings = TransportSettings(
+        gather_group=None, reduce_group=None, wire_dtype=torch.float32, grid=grid
+    )
+    return build_transport(name, settings)
 
 
 def test_other_transports_have_no_fabric_and_nothing_to_say() -> None:
-    choice = choose_fabric(RuntimeConfig(), mesh_of(0, 2), plan(), None, CPU)
-    assert choice.ready is None
-    assert choice.lines == []
+    for name in TRANSPORTS.keys() - {"ready"}:
+        transport = built(name=name)
+        assert transport.fabric is None
+        assert transport.notes == []
 
 
 def test_one_rank_says_that_nothing_moves() -> None:
     for fabric in ("auto", "host"):
-        choice = choose_fabric(replace(READY, fabric=fabric), mesh_of(0, 1), plan(), None, CPU)
-        assert choice.ready is None
-        (line,) = choice.lines
+        transport = built(fabric, world=1)
+        assert transport.fabric is None
+        (line,) = transport.notes
         assert "one data-parallel rank" in line
 
 
 def test_a_fabric_by_name_is_had_or_refused() -> None:
     with pytest.raises(MeshError, match="--fabric nccl: rank 0: the nccl fabric needs GPUs"):
-        choose_fabric(replace(READY, fabric="nccl"), mesh_of(0, 2), plan(), None, CPU)
+        built("nccl")
     with pytest.raises(MeshError, match="--fabric host: the host fabric moves CPU memory"):
-        gpu = torch.device("cuda")
-        choose_fabric(replace(READY, fabric="host"), mesh_of(0, 2), plan(), None, gpu)
+        built("host", device=GPU)
+
+
+def test_operators_need_a_grid() -> None:
+    settings = TransportSettings(gather_group=None, reduce_group=None, wire_dtype=torch.float32)
+    with pytest.raises(ValueError, match="the ready transport works on a whole grid"):
+        build_transport("ready", settings)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +87,10 @@ def test_a_fabric_by_name_is_had_or_refused() -> None:
 def test_gpus_are_told_what_they_offer(
     rung: Rung, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megamuon.runtime.fabric.select_rung", lambda: rung)
-    choice = choose_fabric(READY, mesh_of(0, 2), plan(), None, torch.device("cuda"))
-    assert choice.ready is None
-    (line,) = choice.lines
+    monkeypatch.setattr("megamuon.collectives.fabric_choice.select_rung", lambda: rung)
+    transport = built(device=GPU)
+    assert transport.fabric is None
+    (line,) = transport.notes
     assert line.endswith(f"the device operators {said}")
 
 
@@ -81,9 +100,7 @@ def test_what_the_device_operators_lack_is_said_before_anything_is_made(
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     with pytest.raises(MeshError) as raised:
-        choose_fabric(
-            replace(READY, fabric="nccl"), mesh_of(0, 2), plan(), None, torch.device("cuda")
-        )
+        built("nccl", device=GPU)
     said = str(raised.value)
     assert said.startswith("--fabric nccl: rank 0: CUDA_DEVICE_MAX_CONNECTIONS=1 puts")
     assert "CUDA_MODULE_LOADING=LAZY" in said and said.endswith("or use --collectives grouped")
