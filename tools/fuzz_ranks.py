@@ -31,9 +31,11 @@ class MismatchError(AssertionError):
     """The runtime and plain autograd part."""
 
 
-def run_trial(trial: Trial, rank: int) -> None:
-    """Run ``trial`` as ``rank`` of the default group. Raises MismatchError, or whatever fails."""
-    pair = _Pair(trial, rank)
+def run_trial(trial: Trial, rank: int, **settings: Any) -> None:
+    """Run ``trial`` as ``rank`` of the default group, with further ``settings`` of RuntimeConfig.
+    Raises MismatchError, or whatever fails.
+    """
+    pair = Pair(trial, rank, **settings)
     for number, actions in enumerate(trial.steps):
         ordinary = number == len(trial.steps) - 1
         watch = pair.watch() if ordinary else None
@@ -46,14 +48,14 @@ def run_trial(trial: Trial, rank: int) -> None:
     pair.runtime.close()
 
 
-class _Pair:
+class Pair:
     """The model under the runtime, and a whole one."""
 
-    def __init__(self, trial: Trial, rank: int) -> None:
+    def __init__(self, trial: Trial, rank: int, **settings: Any) -> None:
         self.trial, self.rank, self.forwards = trial, rank, 0
         self.model = build(trial)
         self.plain = build(trial)
-        self.runtime = _shard(trial, rank, self.model)
+        self.runtime = _shard(trial, rank, self.model, settings)
         self.trainable = {n: p for n, p in self.plain.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.SGD(self.trainable.values(), lr=LR, momentum=MOMENTUM)
 
@@ -164,7 +166,8 @@ class _Pair:
         """An ordinary pass at ZeRO-3 holds a few layers at a time, whatever came before."""
         if self.trial.zero_stage == 3:
             idle = self.trial.kinds.count("idle")  # groups that are never complete
-            allowed = SPARE_GROUPS + len(self.trial.shared) + idle
+            further = self.runtime.config.schedule.prefetch_depth - 1
+            allowed = SPARE_GROUPS + len(self.trial.shared) + idle + max(0, further)
             if most[0] > allowed:
                 raise MismatchError(f"{most[0]} layer groups alive at a time, {allowed} expected")
 
@@ -179,7 +182,7 @@ class _Pair:
             raise MismatchError(f"{where}: {found!r}, plain autograd {wanted!r}")
 
 
-def _shard(trial: Trial, rank: int, model: Model) -> Any:
+def _shard(trial: Trial, rank: int, model: Model, further: dict[str, Any]) -> Any:
     mesh = Mesh(
         world_size=trial.ranks,
         rank=rank,
@@ -197,6 +200,7 @@ def _shard(trial: Trial, rank: int, model: Model) -> Any:
         "master_dtype": F64,
         "unit_threshold": 50,  # so small that every block has several owners
         "optimizer": OptimizerSettings(matrices="sgd", sgd_momentum=MOMENTUM, clip=0.0),
+        **further,
     }
     if trial.line == "A":
         return fully_shard_model(model, layers=layers, config=RuntimeConfig(**settings), mesh=mesh)

@@ -55,6 +55,11 @@ class StagedWork:
             self._wait()
         self._advanced = True
 
+    def wait_first(self) -> None:
+        """Wait for stage 1 and start nothing; again: nothing happens. Raises CollectiveError."""
+        if self._name == STAGE_1:
+            self._wait()
+
     def free_slots(self) -> None:
         """Return when the slots are read no more, with the next stage started; again: nothing
         happens. Raises CollectiveError.

@@ -143,10 +143,10 @@ def build_parts(
         owner=lambda parameter: plan.tp_owner_of(parameter.name),
         traffic=traffic,
     )
-    names = [group.name for group in groups]
-    checked = config.check_collective_order
+    names, checked = [group.name for group in groups], config.check_collective_order
     reductions = Reductions(
         reducer.reduce,
+        schedule=config.schedule,
         several_rows=mesh.rows > 1,
         sum_over_tp=(lambda parts: sum_in_order(parts, gradient_group, traffic))
         if mesh.tp > 1

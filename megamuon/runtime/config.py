@@ -17,6 +17,7 @@ from megamuon.optim import AdamWConfig, MuonConfig, NorMuonConfig, ShampooConfig
 from megamuon.optim.optimizer import MASTER_DTYPES
 from megamuon.ownership.settings import PlannerSettings
 from megamuon.ownership.units import UNIT_THRESHOLD
+from megamuon.runtime.schedule import Lagged, Schedule
 
 MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
 MATRICES = (*MATRIX_OPTIMIZERS, "adam", "sgd")
@@ -81,6 +82,7 @@ class RuntimeConfig:
     reduce_dtype: torch.dtype = torch.float32
     master_dtype: torch.dtype = torch.float32  # float64 in tests
     owner_layout: bool = True  # False: every parameter in even slices
+    schedule: Schedule = field(default_factory=Lagged)  # when gathers and reductions start
     unit_threshold: int = UNIT_THRESHOLD
     merge_experts: bool = False
     planner: PlannerSettings = field(default_factory=PlannerSettings)

@@ -33,12 +33,13 @@ both. Each has one order on all ranks, but that is not enough: a rank that waits
 which a peer will only start at the end of its pass, while that peer waits for a gather which this
 rank has not issued, waits for ever. It takes one rank that skips a layer in a deep model. So the
 two orders are read as one. With places counted from the last layer down, the reduction at place p
-comes behind the gather at p + 1 and before the gather at p + LAG: what a rank does anyhow that
-prefetches one layer. A rank that has no use for the next one in that order issues it all the same,
-the reduction of a group whose gradients are not all there included. So whatever a rank waits for,
-it has issued all that comes before; then the first collective that is not over has been issued by
-every rank, and ends. Later stages of a reduction start with the reductions that follow it, at the
-latest, and nobody waits for them earlier (``Reductions.free_slots``).
+comes before the gather at p + lag and behind the one before that: what a rank does anyhow that
+prefetches lag - 1 layers (``Schedule.lag``). A rank that has no use for the next one in that order
+issues it all the same, the reduction of a group whose gradients are not all there included. So
+whatever a rank waits for, it has issued all that comes before; then the first collective that is
+not over has been issued by every rank, and ends. Later stages of a reduction start with the
+reductions that follow it, at the latest, and nobody waits for them earlier
+(``Reductions.free_slots``).
 
 A reduction that had to start before all gradients of its group were there sends what there is. What
 comes later stays in the slots, joins the next reduction of the group, or is reduced before the
@@ -49,6 +50,7 @@ that all ranks run in the recorded order never needs that.
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,8 +63,6 @@ from megamuon.runtime.forward_pass import ForwardPass, backward_running
 from megamuon.runtime.layer_group import LayerGroup, Use
 from megamuon.runtime.order import Cursor
 from megamuon.runtime.reductions import Reductions
-
-LAG = 2  # places by which a reduction may fall behind the gathers before it starts incomplete
 
 
 class _Sweep:
@@ -99,8 +99,9 @@ class Engine(ForwardPass):
         self._task = -1
         self._sweep: weakref.ref[_Sweep] | None = None
         self._ahead: frozenset[int] = frozenset()  # gathered before all others in this backward
+        self._gather_places: list[int] = []  # of ``backward_order``, ascending; -1 for those
         self._ready: set[int] = set()
-        super().__init__(groups, transport, **of_the_forward)
+        super().__init__(groups, transport, schedule=reductions.schedule, **of_the_forward)
 
     def freeze(self, order: tuple[int, ...]) -> None:
         """See ForwardPass: the backward orders follow."""
@@ -137,7 +138,9 @@ class Engine(ForwardPass):
         # Kept groups that an evaluation has released go first, since they are needed first.
         missing = [g for g in self._place if self.groups[g].version != self.version]
         self._ahead = self.kept.intersection(missing)
-        self.backward_order = Cursor(sorted(missing, key=lambda g: g not in self._ahead))
+        order = sorted(missing, key=lambda g: g not in self._ahead)
+        self.backward_order = Cursor(order)
+        self._gather_places = [-1 if g in self._ahead else self._place[g] for g in order]
         self.reduce_order.reset()
         self.reductions.finish()
         sweep = _Sweep(self._end_backward)
@@ -166,7 +169,7 @@ class Engine(ForwardPass):
         """
         if not self._in_backward or self.accumulate_only or index in self._ahead:
             return
-        due, order = self._place[index] - LAG, self.reduce_order
+        due, order = self._place[index] - self.schedule.lag, self.reduce_order
         while order.next < len(order.order) and self._place[order.order[order.next]] <= due:
             group = self.groups[order.order[order.next]]
             order.next += 1
@@ -189,8 +192,9 @@ class Engine(ForwardPass):
                 group.uses_running.add(use)
         if group.index not in self.backward_order:
             return
-        following = self.backward_order.following(group.index)
-        if following is not None and self._has_room(following):
+        for following in self.backward_order.following(group.index, self.schedule.prefetch_depth):
+            if not self._has_room(following):
+                break
             self._issue(self.backward_order.through(following))
 
     def use_over(self, group: LayerGroup, use: Use) -> None:
@@ -235,11 +239,10 @@ class Engine(ForwardPass):
         group.reduced = self._in_backward
         self._release_unread(group)
         if self._in_backward and not self.accumulate_only:
-            before = self._place[group.index] + LAG
-            order, ahead = self.backward_order.order, self._ahead
-            earlier = [g for g in order if g in ahead or self._place[g] < before]
+            limit = self._place[group.index] + self.schedule.lag
+            earlier = bisect_left(self._gather_places, limit)
             if earlier:
-                self._issue(self.backward_order.through(earlier[-1]))
+                self._issue(self.backward_order.through(self.backward_order.order[earlier - 1]))
         with self._transfer():
             self.reductions.start(group, keep=self.accumulate_only)
 

@@ -23,6 +23,7 @@ from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.order import Cursor, follows, merged_order
 from megamuon.runtime.publish import Publication
 from megamuon.runtime.rounds import Round, Rounds
+from megamuon.runtime.schedule import Schedule
 
 
 def backward_running() -> bool:
@@ -58,6 +59,7 @@ class ForwardPass(abc.ABC):
         groups: Sequence[LayerGroup],
         transport: Transport,
         *,
+        schedule: Schedule,
         zero_stage: int,
         kept: Iterable[int],
         agreement: Agreement,
@@ -68,6 +70,7 @@ class ForwardPass(abc.ABC):
     ) -> None:
         """``rounds``: of this rank's row, None where it is alone in it. ``check``: of gathers."""
         self.groups = tuple(groups)
+        self.schedule = schedule
         self.transport = transport
         self.publication = publication
         self.leases: Leases | None = None  # of the symmetric pool, once it is open
@@ -140,8 +143,9 @@ class ForwardPass(abc.ABC):
         if group.version != self.version:
             self._gather_again(group)
         group.enter()
-        following = self.forward_order.following(group.index)
-        if following is not None and self._published(following) and self._has_room(following):
+        for following in self.forward_order.following(group.index, self.schedule.prefetch_depth):
+            if not (self._published(following) and self._has_room(following)):
+                break
             self._issue(self.forward_order.through(following))
 
     def _gather_again(self, group: LayerGroup) -> None:

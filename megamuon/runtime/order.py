@@ -50,10 +50,10 @@ class Cursor:
         self.next = max(self.next, place + 1)
         return issued
 
-    def following(self, group: int) -> int | None:
-        """The group after ``group``, the one to prefetch; None at the end."""
+    def following(self, group: int, count: int) -> tuple[int, ...]:
+        """The ``count`` groups after ``group``, those to prefetch; fewer at the end."""
         place = self._position[group] + 1
-        return self.order[place] if place < len(self.order) else None
+        return self.order[place : place + count]
 
     def rest(self) -> tuple[int, ...]:
         """Everything that has not been issued in this pass."""

@@ -10,7 +10,6 @@ equivalence tests.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,8 +18,7 @@ from torch import Tensor
 from megamuon.collectives import StagedWork, TwoStageTable
 from megamuon.collectives.call_check import CallCheck
 from megamuon.runtime.layer_group import LayerGroup
-
-OUTSTANDING = 2  # reductions in flight; each keeps its slots or its send buffer alive
+from megamuon.runtime.schedule import Schedule
 
 
 class Reducer(Protocol):
@@ -31,6 +29,37 @@ class Reducer(Protocol):
     ) -> StagedWork: ...
 
 
+class _Started:
+    """A group's reduction in flight (``schedule.Started``)."""
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        work: StagedWork,
+        compare: Callable[[], None] | None,
+        started: list[_Started],
+        *,
+        across: bool,
+    ) -> None:
+        self.group, self.work, self.across = group, work, across
+        self._compare, self._started = compare, started
+
+    def wait_row(self) -> None:
+        """See Started."""
+        self.work.wait_first()
+
+    def start_across(self) -> None:
+        """See Started."""
+        self.work.advance()
+
+    def finish(self) -> None:
+        """See Started."""
+        self._started.remove(self)
+        if self._compare is not None:
+            self._compare()
+        self.group.finish_reduction()
+
+
 class Reductions:
     """The reductions of one model's groups."""
 
@@ -38,6 +67,7 @@ class Reductions:
         self,
         reduce: Reducer,
         *,
+        schedule: Schedule,
         several_rows: bool,
         sum_over_tp: Callable[[Sequence[Tensor]], None] | None = None,
         check: CallCheck | None = None,
@@ -49,23 +79,25 @@ class Reductions:
         self._several_rows = several_rows
         self._sum_over_tp = sum_over_tp
         self._check = check
-        self._outstanding: deque[tuple[LayerGroup, Callable[[], None] | None]] = deque()
+        self.schedule = schedule
+        self.started: list[_Started] = []  # what is in flight, oldest first
+        self._next: tuple[LayerGroup, Tensor] | None = None  # whose turn it is, and what it sends
 
     def start(self, group: LayerGroup, *, keep: bool = False) -> None:
         """Reduce what the slots of ``group`` hold, or with ``keep`` leave it on this rank, for the
-        next micro-batch to add to. Waits for older reductions where too many are in flight.
+        next micro-batch to add to. The schedule says which older reductions come first.
         """
         group.touched.update(name for name, slot in group.slots.items() if slot.written)
         if keep:
             self._keep(group)
             return
-        source = self._gradients_to_send(group)
-        while len(self._outstanding) >= OUTSTANDING:
-            self.finish_oldest()
-        if self._several_rows:  # the first stages are over by now
-            for earlier, _ in self._outstanding:
-                if earlier.reducing is not None:
-                    earlier.reducing.advance()
+        self._next = group, self._gradients_to_send(group)
+        self.schedule.reduce(self)
+
+    def launch(self) -> None:
+        """See Flight."""
+        assert self._next is not None  # ``start`` has set it, and a schedule launches once
+        (group, source), self._next = self._next, None
         compare = self._check.announce(group.index) if self._check is not None else None
         group.reducing = self.reduce_slots(
             source, group.reduce_table, group.window, first=group.window_empty
@@ -73,7 +105,8 @@ class Reductions:
         group.clear_slots()
         if not (group.reducing.borrows or self.hold_slots):
             group.release_gradients()
-        self._outstanding.append((group, compare))
+        several = self._several_rows
+        self.started.append(_Started(group, group.reducing, compare, self.started, across=several))
 
     def before_write(self, group: LayerGroup) -> None:
         """A slot of ``group`` is about to be written: bring the slots to life, and wait until the
@@ -88,27 +121,16 @@ class Reductions:
         """Wait until the reduction of ``group`` that is in flight reads its slots no more. That is
         its first stage: the others need calls that peers may make only after further gathers.
         """
-        for earlier, _ in self._outstanding:
-            if earlier.reducing is not None:
-                earlier.reducing.free_slots()
-                earlier.release_gradients()
-            if earlier is group:
+        for earlier in self.started:
+            earlier.work.free_slots()
+            earlier.group.release_gradients()
+            if earlier.group is group:
                 break
-
-    def finish_oldest(self) -> bool:
-        """Wait for the reduction that was launched first; False: none is in flight."""
-        if not self._outstanding:
-            return False
-        group, compare = self._outstanding.popleft()
-        if compare is not None:
-            compare()
-        group.finish_reduction()
-        return True
 
     def finish(self) -> None:
         """Wait for every reduction in flight."""
-        while self.finish_oldest():
-            pass
+        while self.started:
+            self.started[0].finish()
 
     # --- what a reduction sends ------------------------------------------------------------------
 

@@ -183,6 +183,7 @@ def _agreed_settings(
         "publish_tile_bytes": str(config.publish_tile_bytes),
         "collective_deadline": str(config.collective_deadline),
         "check_collective_order": str(config.check_collective_order),
+        "schedule": repr(config.schedule),
         "compute": str(config.compute_dtype),
         "sent": str(config.sent_dtype),
         "reduce": str(config.reduce_dtype),

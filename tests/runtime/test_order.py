@@ -9,10 +9,10 @@ def test_what_is_needed_is_issued_with_all_before_it() -> None:
     cursor = Cursor((2, 0, 1, 3))
     assert cursor.through(0) == (2, 0)
     assert cursor.through(2) == ()  # already past
-    assert cursor.following(0) == 1
+    assert cursor.following(0, 1) == (1,)
     assert cursor.rest() == (1, 3)
     assert cursor.rest() == ()
-    assert cursor.following(3) is None
+    assert cursor.following(3, 2) == ()
     cursor.reset()
     assert cursor.through(3) == (2, 0, 1, 3)
 
