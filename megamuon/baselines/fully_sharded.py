@@ -34,9 +34,10 @@ from megamuon.baselines.fully_sharded_traffic import count_traffic
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Placement
 from megamuon.mesh import Mesh
+from megamuon.placements import Axis
 from megamuon.runtime.assembly import device_of, elementwise_optimizer
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
-from megamuon.runtime.exchange import PieceExchange
+from megamuon.runtime.exchange import build_exchange, moves_along
 from megamuon.runtime.initial import CheckedFill, Fill, check_present_weights, weights_from
 from megamuon.runtime.module_buffers import ModuleBuffers
 
@@ -115,9 +116,7 @@ def _build(
         config=config,
         mesh=mesh,
         shard_group=grids["shard"].get_group(),
-        exchange=PieceExchange(
-            tp_group, tp=mesh.tp, tp_rank=mesh.tp_rank, owner=lambda _: 0, traffic=traffic
-        ),
+        exchange=build_exchange(mesh, moves_along(Axis.TP, tp_group, traffic), mesh.device),
         modules=modules,
         step=FullyShardedStep(
             pieces_of(plan, tensors, mesh),

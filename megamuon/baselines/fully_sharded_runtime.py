@@ -26,7 +26,7 @@ from megamuon.matrices import routing_report
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
-from megamuon.runtime.exchange import PieceExchange
+from megamuon.runtime.exchange import Exchange
 from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.released import TRAINABLE, ReleasedWeightError
 from megamuon.runtime.step_parts import RateOf, StepResult, norm_over_ranks
@@ -52,7 +52,7 @@ class FullyShardedRuntime(TrainableRuntime):
         config: RuntimeConfig,
         mesh: Mesh,
         shard_group: dist.ProcessGroup,
-        exchange: PieceExchange,
+        exchange: Exchange,
         modules: Sequence[FSDPModule],
         step: FullyShardedStep,
         world: dist.ProcessGroup | None,
@@ -263,9 +263,11 @@ class FullyShardedRuntime(TrainableRuntime):
             nbytes = (ranks - 1) * mine.numel() * mine.element_size()
             self.traffic.sent("gather", "shard", nbytes)
             local = torch.cat(parts)[: shape[0]]
-            if parameter.cut is not None:
-                local = self.exchange.everywhere([parameter], [local])[parameter.name]
-            yield parameter.name, local
+            read = self.plan.compute(parameter.name)
+            yield (
+                parameter.name,
+                self.exchange.whole(parameter.name, parameter.shape, read, local),
+            )
 
     def parameter_norm(self) -> float:
         mine = (piece.master for piece in self._step.pieces if piece.counts)

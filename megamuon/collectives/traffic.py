@@ -23,10 +23,9 @@ OPERATIONS = (
     "reduce",
     "publish",
     "norm",
-    "tp_gather",
-    "tp_scatter",
     "tp_gradient",
     "matrix_gather",
+    "matrix_scatter",
     "pass_end",
 )
 AXES = ("shard", "replicate", "tp", "data", "world")

@@ -38,10 +38,12 @@ from megamuon.optim import (
     Soap,
 )
 from megamuon.ownership.plan import OwnershipPlan
+from megamuon.ownership.update_plan import UpdatePlan, compile_update, matrices_of
+from megamuon.placements import Axis
 from megamuon.runtime.agreement import WorldAgreement
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.engine import Engine
-from megamuon.runtime.exchange import PieceExchange, sum_in_order
+from megamuon.runtime.exchange import Exchange, build_exchange, moves_along, sum_in_order
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication, rails
@@ -106,7 +108,7 @@ class Parts:
 
     engine: Engine
     step: OwnerStep
-    exchange: PieceExchange
+    exchange: Exchange
     publication: Publication | None
     transport: Transport
 
@@ -136,13 +138,12 @@ def build_parts(
             fabric=transport.fabric,
         )
     gradient_group = grid.new_group("tp")
-    exchange = PieceExchange(
-        grid.new_group("tp"),
-        tp=mesh.tp,
-        tp_rank=mesh.tp_rank,
-        owner=lambda parameter: plan.tp_owner_of(parameter.name),
-        traffic=traffic,
-    )
+    updates = update_plans(groups, plan, config)
+    # Moves along shard have their place in the order of the gathers, so they share a communicator.
+    moves = {Axis.SHARD: transport} | moves_along(Axis.TP, grid.new_group("tp"), traffic)
+    if any(Axis.REPLICATE in update.axes for update in updates):
+        moves |= moves_along(Axis.REPLICATE, grid.new_group("replicate"), traffic)
+    exchange = build_exchange(mesh, moves, device)
     names, checked = [group.name for group in groups], config.check_collective_order
     reductions = Reductions(
         reducer.reduce,
@@ -170,10 +171,9 @@ def build_parts(
     if config.optimizer.whole_matrices:
         matrices = MatrixUpdate(
             groups,
-            plan,
+            updates,
             matrix_optimizer(config.optimizer),
             exchange=exchange,
-            transport=transport,
             dtype=config.master_dtype,
             device=device,
         )
@@ -197,6 +197,16 @@ def build_parts(
         publication=publication,
         transport=transport,
     )
+
+
+def update_plans(
+    groups: Sequence[LayerGroup], plan: OwnershipPlan, config: RuntimeConfig
+) -> list[UpdatePlan]:
+    """The moves of each group's matrices; empty where no optimizer needs them whole."""
+    if not config.optimizer.whole_matrices:
+        return []
+    sizes, dtype = plan.topology.sizes, config.master_dtype
+    return [compile_update(matrices_of(plan, group.trainable), sizes, dtype) for group in groups]
 
 
 def _transports(

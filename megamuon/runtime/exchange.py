@@ -1,119 +1,218 @@
-"""Pieces of matrices along the tp axis: to the rank that works on the whole, and back.
+"""Compiled moves on this rank: tensors come together along an axis and come apart again.
 
-Owns the three moves of a matrix that tensor parallelism cuts: pieces to the tp owner, directions
-from it, pieces to everybody. Invariant: what is put together has the logical shape, whatever the
-cut, and the calls are made in one order on all tp ranks. Tested by
+Owns the one executor of ``ownership/update_plan.py``, over one communicator per axis, and the sum
+of gradients over the tp ranks. Invariants: which calls a rank makes, and in which order, follows
+from the moves and the names it is asked to move alone, so the ranks of a group make the same ones;
+what comes together has the logical shape, whatever the cut. Tested by
 ``tests/distributed/test_exchange.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.collectives import (
+    SegmentTable,
+    TableSegment,
+    Transport,
+    TransportSettings,
+    build_transport,
+)
 from megamuon.collectives.base import named
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import LogicalParameter
+from megamuon.mesh import Mesh
+from megamuon.ownership.update_plan import Hop, Journey, LocalMove, MoveKind, compile_moves
+from megamuon.placements import Axis, Piece, Placement
 
-Owner = Callable[[LogicalParameter], int]  # tp rank that works on the whole
 
-
-class PieceExchange:
-    """Moves pieces along one tp group; on a single tp rank every piece is a whole."""
+class Exchange:
+    """Runs moves as the rank at ``place``, over a transport for each axis of several ranks."""
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
+        transports: Mapping[Axis, Transport],
         *,
-        tp: int,
-        tp_rank: int,
-        owner: Owner,
-        traffic: Traffic,
+        sizes: Mapping[Axis, int],
+        place: Mapping[Axis, int],
+        device: torch.device,
     ) -> None:
-        self.group = group
-        self.tp = tp
-        self.tp_rank = tp_rank
-        self.owner = owner
-        self.traffic = traffic
+        self.sizes = sizes
+        self.place = place
+        self._transports = transports
+        self._device = device
 
-    def to_owners(
-        self, parameters: Sequence[LogicalParameter], pieces: Sequence[Tensor]
-    ) -> dict[str, Tensor]:
-        """This rank's ``pieces`` to the tp owners; the whole matrices that this rank works on."""
-        sent = [
-            [piece for p, piece in zip(parameters, pieces, strict=True) if self.owner(p) == rank]
-            for rank in range(self.tp)
-        ]
-        mine = [p for p in parameters if self.owner(p) == self.tp_rank]
-        sizes = [sum(p.piece_numel(rank) for p in mine) for rank in range(self.tp)]
-        received = self._swap(sent, sizes, pieces[0], "tp_gather")
-        return _together(mine, received)
-
-    def from_owners(
+    def run(
         self,
-        parameters: Sequence[LogicalParameter],
-        wholes: dict[str, Tensor],
-        like: Tensor,
-    ) -> list[Tensor]:
-        """Whole matrices from their tp owners; this rank's piece of each of ``parameters``."""
-        mine = [p for p in parameters if self.owner(p) == self.tp_rank]
-        sent = [[cut_piece(wholes[p.name], p, rank) for p in mine] for rank in range(self.tp)]
-        by_owner = [[p for p in parameters if self.owner(p) == rank] for rank in range(self.tp)]
-        sizes = [sum(p.piece_numel(self.tp_rank) for p in held) for held in by_owner]
-        received = self._swap(sent, sizes, like, "tp_scatter")
-        found: dict[str, Tensor] = {}
-        for held, packed in zip(by_owner, received, strict=True):
-            parts = packed.split([p.piece_numel(self.tp_rank) for p in held])
-            for parameter, part in zip(held, parts, strict=True):
-                found[parameter.name] = part.view(parameter.piece_shape(self.tp_rank))
-        return [found[parameter.name] for parameter in parameters]
-
-    def everywhere(
-        self, parameters: Sequence[LogicalParameter], pieces: Sequence[Tensor]
+        moves: Sequence[LocalMove],
+        tensors: Mapping[str, Tensor],
+        names: Collection[str],
+        *,
+        operation: str,
     ) -> dict[str, Tensor]:
-        """The whole of each of ``parameters`` on every tp rank."""
-        sizes = [sum(p.piece_numel(rank) for p in parameters) for rank in range(self.tp)]
-        received = self._swap([list(pieces)] * self.tp, sizes, pieces[0], "tp_gather")
-        return _together(parameters, received)
+        """Take ``names`` through ``moves``: from what this rank has of them in ``tensors`` to what
+        it has at the end, which may be views of what it had. Counted as ``operation``.
 
-    def _swap(
-        self, sent: Sequence[Sequence[Tensor]], sizes: Sequence[int], like: Tensor, name: str
-    ) -> list[Tensor]:
-        """``sent[t]`` to rank t; from each rank a flat tensor of ``sizes[t]`` elements."""
-        packed = [
-            torch.cat([t.reshape(-1) for t in parts]) if parts else like.new_empty(0)
-            for parts in sent
+        All ranks of a group ask for the same names. Raises CollectiveError naming operation and
+        axis where a peer was lost.
+        """
+        held = dict(tensors)
+        for move in moves:
+            hops = [hop for name, hop in move.hops.items() if name in names]
+            if move.kind is MoveKind.LOCAL:
+                after = [_kept(hop, held.get(hop.name)) for hop in hops]
+            else:
+                after = self._sent(move, hops, held, operation) if hops else []
+            for hop, tensor in zip(hops, after, strict=True):
+                held.pop(hop.name, None)
+                if tensor is not None:
+                    held[hop.name] = tensor
+        return held
+
+    def whole(
+        self, name: str, shape: tuple[int, ...], placement: Placement, piece: Tensor
+    ) -> Tensor:
+        """A tensor that lies as ``placement`` says, whole on every rank of the axes that cut it;
+        ``piece`` is what this rank has. A collective over these ranks, counted as a gather.
+        """
+        journey = Journey(name=name, shape=shape, source=placement, target=Placement())
+        moves = compile_moves([journey], self.sizes, piece.dtype)
+        local = [move.at(self.place) for move in moves]
+        return self.run(local, {name: piece}, (name,), operation="gather")[name]
+
+    def _sent(
+        self, move: LocalMove, hops: Sequence[Hop], held: Mapping[str, Tensor], operation: str
+    ) -> list[Tensor | None]:
+        """What this rank has of each tensor after one call along the axis."""
+        transport = self._transports[move.axis]
+        ranks = range(transport.world)
+        # Elements from each rank, hop by hop.
+        sizes = [[_numel(hop.receives[rank]) for hop in hops] for rank in ranks]
+        totals = [sum(each) for each in sizes]
+        with named(f"{operation} along {move.axis}"):
+            if move.kind is MoveKind.GATHER:
+                # Everybody gets the same: by the transport's own way to send one buffer to all.
+                sent = self._packed(move, hops, held, transport.rank)
+                packed = _gathered(transport, sent, totals, operation)
+            else:
+                packed = _swapped(
+                    transport,
+                    [self._packed(move, hops, held, rank) for rank in ranks],
+                    totals,
+                    operation,
+                )
+        parts = [flat.split(each) for flat, each in zip(packed, sizes, strict=True)]
+        return [
+            _together(hop, [from_rank[index] for from_rank in parts])
+            for index, hop in enumerate(hops)
         ]
-        if self.group is None:
-            return packed
-        away = sum(p.numel() for rank, p in enumerate(packed) if rank != self.tp_rank)
-        self.traffic.sent(name, "tp", away * like.element_size())
-        received = like.new_empty(sum(sizes))
-        with named(f"{name} between the tp ranks"):
-            dist.all_to_all_single(
-                received,
-                torch.cat(packed),
-                list(sizes),
-                [p.numel() for p in packed],
-                group=self.group,
-            )
-        return list(received.split(list(sizes)))
+
+    def _packed(
+        self, move: LocalMove, hops: Sequence[Hop], held: Mapping[str, Tensor], to: int
+    ) -> Tensor:
+        """What this rank sends to a rank of the axis, one part after another."""
+        parts = [
+            _cut(held[hop.name], hop.before, part).reshape(-1)
+            for hop in hops
+            if (part := hop.sends[to]) is not None
+        ]
+        empty = torch.empty(0, dtype=move.dtype, device=self._device)
+        return torch.cat(parts) if parts else empty
 
 
-def _together(
-    parameters: Sequence[LogicalParameter], received: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    """Whole matrices from the packed pieces of each tp rank."""
-    wholes = {p.name: received[0].new_empty(p.shape) for p in parameters}
-    for rank, packed in enumerate(received):
-        parts = packed.split([p.piece_numel(rank) for p in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            place = cut_piece(wholes[parameter.name], parameter, rank)
-            place.copy_(part.view(parameter.piece_shape(rank)))
-    return wholes
+def build_exchange(
+    mesh: Mesh, transports: Mapping[Axis, Transport], device: torch.device
+) -> Exchange:
+    """What runs compiled moves on this rank."""
+    return Exchange(
+        transports,
+        sizes={Axis.REPLICATE: mesh.rows, Axis.SHARD: mesh.columns, Axis.TP: mesh.tp},
+        place={Axis.REPLICATE: mesh.row, Axis.SHARD: mesh.column, Axis.TP: mesh.tp_rank},
+        device=device,
+    )
+
+
+def moves_along(
+    axis: Axis, group: dist.ProcessGroup | None, traffic: Traffic
+) -> dict[Axis, Transport]:
+    """The transport of moves along an axis other than shard; none where a rank is alone there."""
+    if group is None:
+        return {}
+    settings = TransportSettings(
+        gather_group=group,
+        reduce_group=None,
+        wire_dtype=torch.float32,  # of reductions, which moves have none of
+        traffic=traffic,
+        axis=axis,
+    )
+    return {axis: build_transport("grouped", settings)}
+
+
+def _gathered(
+    transport: Transport, sent: Tensor, sizes: Sequence[int], operation: str
+) -> tuple[Tensor, ...]:
+    """``sent`` to every rank; from each rank a flat tensor of ``sizes[r]`` elements."""
+    starts = [0, *accumulate(sizes)]
+    segments = [
+        TableSegment(rank=rank, offset=starts[rank], numel=size) for rank, size in enumerate(sizes)
+    ]
+    buffer = sent.new_empty(starts[-1])
+    buffer[starts[transport.rank] : starts[transport.rank + 1]].copy_(sent)
+    table = SegmentTable.build(len(sizes), segments)
+    transport.all_gather_v(buffer, table, operation=operation).wait()
+    return buffer.split(list(sizes))
+
+
+def _swapped(
+    transport: Transport, sent: Sequence[Tensor], sizes: Sequence[int], operation: str
+) -> tuple[Tensor, ...]:
+    """``sent[r]`` to rank r; from each rank a flat tensor of ``sizes[r]`` elements."""
+    counts = [part.numel() for part in sent]
+    received = sent[0].new_empty(sum(sizes))
+    away = sum(counts) - counts[transport.rank]
+    transport.count(operation, away * received.element_size())
+    dist.all_to_all_single(
+        received, torch.cat(list(sent)), list(sizes), counts, group=transport.gather_group
+    )
+    return received.split(list(sizes))
+
+
+def _numel(piece: Piece | None) -> int:
+    return 0 if piece is None else piece.numel
+
+
+def _cut(tensor: Tensor, held: Piece | None, part: Piece) -> Tensor:
+    """The view of ``part`` in a tensor that is ``held`` of the whole."""
+    assert held is not None
+    for dim, size in enumerate(part.shape):
+        tensor = tensor.narrow(dim, part.offset[dim] - held.offset[dim], size)
+    return tensor
+
+
+def _kept(hop: Hop, tensor: Tensor | None) -> Tensor | None:
+    """What is left of a tensor that this rank may have had all of."""
+    if tensor is None or not _numel(hop.after):
+        return None
+    assert hop.after is not None
+    return _cut(tensor, hop.before, hop.after)
+
+
+def _together(hop: Hop, parts: Sequence[Tensor]) -> Tensor | None:
+    """What a rank has after a move, from the flat ``parts`` of each rank of the axis."""
+    if hop.after is None or not hop.after.numel:
+        return None
+    pieces = [(p, part) for p, part in zip(hop.receives, parts, strict=True) if p is not None]
+    if len(pieces) == 1:
+        return pieces[0][1].view(hop.after.shape)
+    whole = parts[0].new_empty(hop.after.shape)
+    for piece, part in pieces:
+        _cut(whole, hop.after, piece).copy_(part.view(piece.shape))
+    return whole
 
 
 def cut_piece(whole: Tensor, parameter: LogicalParameter, tp_rank: int) -> Tensor:

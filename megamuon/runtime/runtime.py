@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from megamuon.checkpoint.tensors import StoredTensor
-from megamuon.matrices import Layout, LogicalParameter, Route, routing_report
+from megamuon.matrices import Layout, routing_report
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
-from megamuon.runtime.exchange import PieceExchange
+from megamuon.runtime.exchange import Exchange
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
-from megamuon.runtime.matrix_update import HeldState
 from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import Memory, OpenPool, open_pool
@@ -64,7 +63,7 @@ class Runtime(TrainableRuntime):
         groups: tuple[LayerGroup, ...],
         engine: Engine,
         step: OwnerStep,
-        exchange: PieceExchange,
+        exchange: Exchange,
         buffers: ModuleBuffers,
         notes: list[str] | None = None,
     ) -> None:
@@ -197,38 +196,32 @@ class Runtime(TrainableRuntime):
             alike = parameter.layout is Layout.EVEN and not everywhere
             pieces = [_stored(parameter.name, segment, segment.shaped(segment.master))]
             if optimizer and segment.window is not None:
-                first = everywhere or not (any(segment.offset) or (alike and row))
-                found.extend(self._state_of_no_element(segment, first))
+                if everywhere or not (any(segment.offset) or (alike and row)):
+                    found.extend(self._counts(segment))
                 pieces.extend(self._state_beside(segment))
             shares = (piece.share(row, rows) if alike else piece for piece in pieces)
             found.extend(share for share in shares if share is not None)
+        if optimizer and self._step.matrices is not None:
+            # Listed by the first of those who work on the whole.
+            wholes = self._step.matrices.whole_state(everywhere=everywhere)
+            found.extend(
+                _stored_whole(name, key, t) for name, s in wholes.items() for key, t in s.items()
+            )
         return found
-
-    def _held_state(self, parameter: LogicalParameter) -> HeldState:
-        matrices = self._step.matrices
-        if parameter.route is Route.MATRIX and matrices is not None:
-            return matrices.state[parameter.name]
-        return HeldState(piece=self._step.state[parameter.name], whole={})
 
     def _state_beside(self, segment: LocalSegment) -> Iterator[StoredTensor]:
         """Optimizer tensors that have the segment's elements."""
         parameter = segment.parameter
-        for key, tensor in self._held_state(parameter).piece.items():
+        for key, tensor in self._step.state_beside(parameter).items():
             if tensor.ndim or not parameter.shape:
                 yield _stored(f"{OPTIMIZER_PREFIX}{key}.{parameter.name}", segment, tensor)
 
-    def _state_of_no_element(self, segment: LocalSegment, first: bool) -> Iterator[StoredTensor]:
-        """Counts, listed by the ``first`` holder of the parameter, and the state of whole matrices,
-        listed by the rank that works on them; where all do, by the first.
-        """
+    def _counts(self, segment: LocalSegment) -> Iterator[StoredTensor]:
+        """Optimizer tensors beside a segment that belong to no element."""
         parameter = segment.parameter
-        held = self._held_state(parameter)
-        counts = {k: t for k, t in held.piece.items() if not t.ndim and parameter.shape}
-        wholes = held.whole if first or parameter.layout is not Layout.EVEN else {}
-        for key, tensor in {**(counts if first else {}), **wholes}.items():
-            shape = tuple(tensor.shape)
-            name = f"{OPTIMIZER_PREFIX}{key}.{parameter.name}"
-            yield StoredTensor(name=name, shape=shape, offset=(0,) * len(shape), data=tensor)
+        for key, tensor in self._step.state_beside(parameter).items():
+            if not tensor.ndim and parameter.shape:
+                yield _stored_whole(parameter.name, key, tensor)
 
     def loaded(self) -> None:
         """Masters were written from outside: buffers that hold older weights are stale now, and
@@ -325,11 +318,9 @@ class Runtime(TrainableRuntime):
                 piece = group.weights.raw_view(
                     parameter.name, parameter.piece_shape(self.mesh.tp_rank)
                 )
-                if parameter.cut is None:
-                    yield parameter.name, piece.clone()
-                else:
-                    wholes = self.exchange.everywhere([parameter], [piece])
-                    yield parameter.name, wholes[parameter.name]
+                read = self.plan.compute(parameter.name)
+                whole = self.exchange.whole(parameter.name, parameter.shape, read, piece.clone())
+                yield parameter.name, whole
             group.release_weights()
 
     def parameter_norm(self) -> float:
@@ -365,8 +356,7 @@ class Runtime(TrainableRuntime):
         publication = self.engine.publication
         state = [t for tensors in self._step.state.values() for t in tensors.values()]
         if self._step.matrices is not None:
-            for held in self._step.matrices.state.values():
-                state.extend((*held.piece.values(), *held.whole.values()))
+            state.extend(self._step.matrices.tensors())
         pooled = self.opened.plan.nbytes if self.opened is not None else {}
         return {
             "leader_copies": publication.resident_bytes if publication is not None else 0,
@@ -382,6 +372,13 @@ class Runtime(TrainableRuntime):
 
 def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _stored_whole(name: str, key: str, data: Tensor) -> StoredTensor:
+    """Optimizer state of a parameter that has no part for each of its pieces."""
+    shape = tuple(data.shape)
+    stored = f"{OPTIMIZER_PREFIX}{key}.{name}"
+    return StoredTensor(name=stored, shape=shape, offset=(0,) * len(shape), data=data)
 
 
 def _stored(name: str, segment: LocalSegment, data: Tensor) -> StoredTensor:

@@ -170,7 +170,8 @@ class OwnerStep:
         version: int,
     ) -> None:
         if self.publication is not None:
-            order = [p.name for group in groups for p in _update_order(group, touched)]
+            moved = self.matrices.moved if self.matrices is not None else frozenset()
+            order = [p.name for group in groups for p in _update_order(group, touched, moved)]
             self.publication.begin(order, version)
         pending: list[Item] = []
         whole: list[Item] = []
@@ -232,12 +233,18 @@ class OwnerStep:
             return self.matrices.item_state(parameter.name)
         return self.state[parameter.name]
 
+    def state_beside(self, parameter: LogicalParameter) -> dict[str, Tensor]:
+        """What of it lies beside this rank's segment: all but the state of whole matrices."""
+        if parameter.route is Route.MATRIX and self.matrices is not None:
+            return self.matrices.pieces[parameter.name]
+        return self.state[parameter.name]
 
-def _update_order(group: LayerGroup, touched: Set[str]) -> list[LogicalParameter]:
+
+def _update_order(group: LayerGroup, touched: Set[str], moved: Set[str]) -> list[LogicalParameter]:
     """The parameters of a group in the order of their updates: element by element first, then
-    whole matrices, then matrices in tp pieces.
+    matrices that are whole where they lie, then those ``moved`` for their update.
     """
     members = [p for p in group.trainable if p.name in touched and p.layout is Layout.OWNER]
     flat = [p for p in members if p.route is not Route.MATRIX]
-    whole = [p for p in members if p.route is Route.MATRIX and p.cut is None]
-    return [*flat, *whole, *(p for p in members if p.route is Route.MATRIX and p.cut is not None)]
+    matrices = [p for p in members if p.route is Route.MATRIX]
+    return [*flat, *sorted(matrices, key=lambda p: p.name in moved)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Cut, Kind, Layout, LogicalParameter, Route
-from megamuon.runtime.exchange import PieceExchange, cut_piece, sum_in_order
+from megamuon.ownership.update_plan import Journey, compile_moves
+from megamuon.placements import Axis, AxisPlacement, Owned, Placement, Replicate, Shard
+from megamuon.runtime.exchange import Exchange, cut_piece, moves_along, sum_in_order
 from tests.support.ranks import run_ranks
 
 TP = 3
@@ -40,28 +44,61 @@ def whole(p: LogicalParameter) -> torch.Tensor:
     return torch.arange(start, start + p.numel, dtype=torch.float64).view(p.shape)
 
 
+def exchange_of(place: int, ranks: int, traffic: Traffic) -> Exchange:
+    transports = moves_along(Axis.TP, dist.group.WORLD if ranks > 1 else None, traffic)
+    return Exchange(
+        transports, sizes={Axis.TP: ranks}, place={Axis.TP: place}, device=torch.device("cpu")
+    )
+
+
+def run(
+    exchange: Exchange,
+    target: Callable[[LogicalParameter], AxisPlacement],
+    tensors: dict[str, torch.Tensor],
+    *,
+    back: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Pieces to where ``target`` of a parameter says, or ``back`` from there."""
+    journeys = []
+    for p in PARAMETERS:
+        cut = Placement.of({Axis.TP: Shard(p.cut.dim, p.cut.bounds)})
+        wanted = Placement.of({Axis.TP: target(p)})
+        source, goal = (wanted, cut) if back else (cut, wanted)
+        journeys.append(Journey(name=p.name, shape=p.shape, source=source, target=goal))
+    moves = compile_moves(journeys, exchange.sizes, torch.float64, apart=back)
+    local = [move.at(exchange.place) for move in moves]
+    operation = "matrix_scatter" if back else "matrix_gather"
+    return exchange.run(local, tensors, [p.name for p in PARAMETERS], operation=operation)
+
+
 def work(rank: int, world: int) -> dict[str, object]:
     traffic = Traffic()
-    exchange = PieceExchange(
-        dist.group.WORLD,
-        tp=world,
-        tp_rank=rank,
-        owner=lambda p: OWNERS[p.name],
-        traffic=traffic,
+    exchange = exchange_of(rank, world, traffic)
+    pieces = {p.name: cut_piece(whole(p), p, rank).contiguous() for p in PARAMETERS}
+
+    def owner(p: LogicalParameter) -> Owned:
+        return Owned(OWNERS[p.name])
+
+    owned = run(exchange, owner, pieces)
+    gathered = traffic.bytes("matrix_gather", "tp")
+    back = run(exchange, owner, {n: 2 * w for n, w in owned.items()}, back=True)
+    scattered = traffic.bytes("matrix_scatter", "tp")
+    everywhere = run(exchange, lambda p: Replicate(), pieces)
+    cut = run(exchange, lambda p: Replicate(), everywhere, back=True)
+    single = exchange.whole(
+        "b", PARAMETERS[1].shape, Placement.of({Axis.TP: Shard(1, (0, 3, 6, 8))}), pieces["b"]
     )
-    pieces = [cut_piece(whole(p), p, rank).contiguous() for p in PARAMETERS]
-    owned = exchange.to_owners(PARAMETERS, pieces)
-    gathered = traffic.bytes("tp_gather")
-    back = exchange.from_owners(PARAMETERS, {n: 2 * w for n, w in owned.items()}, pieces[0])
-    everywhere = exchange.everywhere(PARAMETERS, pieces)
     parts = [torch.full((3,), 10.0**-rank), torch.full((2, 2), float(rank))]
     sum_in_order(parts, dist.group.WORLD)
     return {
         "owned": sorted(owned),
         "wholes": all(torch.equal(owned[p.name], whole(p)) for p in PARAMETERS if p.name in owned),
-        "back": all(torch.equal(b, 2 * p) for b, p in zip(back, pieces, strict=True)),
+        "back": all(torch.equal(back[n], 2 * piece) for n, piece in pieces.items()),
         "everywhere": all(torch.equal(everywhere[p.name], whole(p)) for p in PARAMETERS),
-        "sent": (gathered, traffic.bytes("tp_scatter")),
+        "cut": all(torch.equal(cut[n], piece) for n, piece in pieces.items()),
+        "single": torch.equal(single, whole(PARAMETERS[1])),
+        "sent": (gathered, scattered),
+        "gathers": traffic.bytes("gather", "tp"),
         "sums": [part.clone() for part in parts],
     }
 
@@ -74,7 +111,8 @@ def results() -> list[dict]:
 def test_pieces_meet_on_the_owner_and_return(results: list[dict]) -> None:
     for rank, result in enumerate(results):
         assert result["owned"] == [name for name, owner in OWNERS.items() if owner == rank]
-        assert result["wholes"] and result["back"] and result["everywhere"]
+        assert result["wholes"] and result["back"]
+        assert result["everywhere"] and result["cut"] and result["single"]
 
 
 def test_each_piece_travels_once_each_way(results: list[dict]) -> None:
@@ -84,6 +122,7 @@ def test_each_piece_travels_once_each_way(results: list[dict]) -> None:
     )
     assert sum(result["sent"][0] for result in results) == away
     assert sum(result["sent"][1] for result in results) == away
+    assert sum(result["gathers"] for result in results) == (TP - 1) * PARAMETERS[1].numel * 8
 
 
 def test_sums_have_the_same_bits_on_all_ranks(results: list[dict]) -> None:
@@ -96,9 +135,10 @@ def test_sums_have_the_same_bits_on_all_ranks(results: list[dict]) -> None:
 
 
 def test_one_rank_needs_no_group() -> None:
-    alone = PieceExchange(None, tp=1, tp_rank=0, owner=lambda _: 0, traffic=Traffic())
-    p = parameter("a", (7, 4), 0, (0, 7))
-    assert torch.equal(alone.to_owners([p], [whole(PARAMETERS[0])])["a"], whole(PARAMETERS[0]))
+    alone = exchange_of(0, 1, Traffic())
+    cut = Placement.of({Axis.TP: Shard(0, (0, 7))})
+    matrix = whole(PARAMETERS[0])
+    assert torch.equal(alone.whole("a", (7, 4), cut, matrix), matrix)
     parts = [torch.ones(2)]
     sum_in_order(parts, None)
     assert torch.equal(parts[0], torch.ones(2))

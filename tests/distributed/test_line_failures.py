@@ -35,7 +35,8 @@ SECONDS = 30.0
 STEPS = 3
 NAMED = re.compile(
     r"CollectiveError: "
-    r"(gather|reduction|gradient norm|tp_\w+|two-stage reduction, stage \d|publish of [\w.]+)\b"
+    r"(gather|reduction|gradient norm|matrix_\w+ along tp|two-stage reduction, stage \d"
+    r"|publish of [\w.]+)\b"
 )
 
 
@@ -196,7 +197,7 @@ def dies_in_a_tp_exchange(rank: int, world: int) -> None:
         initial=template.initialise_,
     )
     if rank == VICTIM:
-        runtime.exchange.to_owners = die_at(2, runtime.exchange.to_owners)
+        runtime.exchange.run = die_at(3, runtime.exchange.run)  # there, for the second group
     for _ in range(STEPS):
         tokens = torch.arange(17)[None]
         model(tokens[:, :-1], labels=tokens[:, 1:]).mean().backward()
@@ -208,4 +209,4 @@ def test_the_others_name_a_tp_exchange_in_which_they_lost_a_peer() -> None:
     assert outcomes[VICTIM].exit_code == 9
     for outcome in outcomes[:VICTIM]:
         assert NAMED.match(outcome.error), outcome.error
-    assert "tp_gather" in outcomes[VICTIM - 1].error  # its tp partner
+    assert "matrix_gather along tp" in outcomes[VICTIM - 1].error  # its tp partner
