@@ -1,10 +1,10 @@
 """The grid of ranks, and the process groups over it.
 
-Owns the axes: ``rows`` (the replicate axis: one node each), ``columns`` (the shard axis, inside a
-row) and ``tp`` (tensor parallelism, innermost); global rank = (row * columns + column) * tp + tp
-rank. Invariant: a Mesh is frozen and the same on every rank but for ``rank``, ``local_rank`` and
-``device``; FSDP is one row. Nothing outside this file reads the launcher's environment variables.
-Tested by ``tests/test_mesh.py`` and ``tests/distributed/test_grid.py``.
+Owns the axes: ``replicas`` (the replicate axis: one node each), ``shards`` (the shard axis, inside
+a replica) and ``tp`` (tensor parallelism, innermost); global rank = (replica * shards + shard) * tp
++ tp rank. Invariant: a Mesh is frozen and the same on every rank but for ``rank``, ``local_rank``
+and ``device``; FSDP is one replica. Nothing outside this file reads the launcher's environment
+variables. Tested by ``tests/test_mesh.py`` and ``tests/distributed/test_grid.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
-# Axis -> the dims of a (rows, columns, tp) array of ranks along which its groups run.
+# Axis -> the dims of a (replicas, shards, tp) array of ranks along which its groups run.
 AXES = {"replicate": (0,), "shard": (1,), "data": (0, 1), "tp": (2,), "world": (0, 1, 2)}
 
 
@@ -37,18 +37,18 @@ class Mesh:
     world_size: int
     rank: int
     local_rank: int
-    rows: int  # replicas (HSDP); 1 is FSDP
-    columns: int  # shard ranks of a row
+    replicas: int  # replicas (HSDP); 1 is FSDP
+    shards: int  # shard ranks of a replica
     tp: int = 1  # tensor-parallel ranks behind each shard rank
     device: torch.device
     backend: str  # of the process group, as torch.distributed names it
 
     def __post_init__(self) -> None:
-        sizes = (self.rows, self.columns, self.tp)
+        sizes = (self.replicas, self.shards, self.tp)
         if min(sizes) < 1 or math.prod(sizes) != self.world_size:
             raise MeshError(
-                f"a grid of {self.rows} rows x {self.columns} columns x {self.tp} tensor-parallel"
-                f" ranks does not hold {self.world_size} ranks"
+                f"a grid of {self.replicas} replicas x {self.shards} shards x {self.tp}"
+                f" tensor-parallel ranks does not hold {self.world_size} ranks"
             )
         if not 0 <= self.rank < self.world_size:
             raise MeshError(f"rank {self.rank} is outside a world of {self.world_size}")
@@ -56,7 +56,7 @@ class Mesh:
     @property
     def data_parallel_size(self) -> int:
         """Ranks that see different samples."""
-        return self.rows * self.columns
+        return self.replicas * self.shards
 
     @property
     def data_parallel_rank(self) -> int:
@@ -64,14 +64,14 @@ class Mesh:
         return self.rank // self.tp
 
     @property
-    def row(self) -> int:
+    def replica(self) -> int:
         """This rank's replica."""
-        return self.data_parallel_rank // self.columns
+        return self.data_parallel_rank // self.shards
 
     @property
-    def column(self) -> int:
+    def shard(self) -> int:
         """This rank's shard."""
-        return self.data_parallel_rank % self.columns
+        return self.data_parallel_rank % self.shards
 
     @property
     def tp_rank(self) -> int:
@@ -86,10 +86,10 @@ class Mesh:
     def axis_ranks(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """Global ranks of all groups along ``axis``, each in the order of the axis.
 
-        ``shard``: a row at a fixed tp rank; ``replicate``: a column; ``data``: both together, rank
-        by rank; ``tp``; ``world``: everybody, one group.
+        ``shard``: a replica at a fixed tp rank; ``replicate``: a rail; ``data``: both together,
+        rank by rank; ``tp``; ``world``: everybody, one group.
         """
-        grid = np.arange(self.world_size).reshape(self.rows, self.columns, self.tp)
+        grid = np.arange(self.world_size).reshape(self.replicas, self.shards, self.tp)
         if axis not in AXES:
             raise MeshError(f"axis {axis!r}: choose one of {', '.join(AXES)}")
         moved = np.moveaxis(grid, AXES[axis], range(-len(AXES[axis]), 0))
@@ -121,7 +121,7 @@ def new_group(
 
 def mesh_from_environment(
     *,
-    rows: int = 1,
+    replicas: int = 1,
     tp: int = 1,
     device: str | None = None,
     environment: Mapping[str, str] | None = None,
@@ -146,9 +146,9 @@ def mesh_from_environment(
         )
     else:
         rank, world_size, local_rank = 0, 1, 0
-    if rows < 1 or tp < 1 or world_size % (rows * tp):
+    if replicas < 1 or tp < 1 or world_size % (replicas * tp):
         raise MeshError(
-            f"{world_size} ranks do not divide into {rows} rows (replicas) of {tp} tensor-parallel"
+            f"{world_size} ranks do not divide into {replicas} replicas of {tp} tensor-parallel"
             " ranks each"
         )
     count = torch.cuda.device_count() if gpus is None else gpus
@@ -169,8 +169,8 @@ def mesh_from_environment(
         world_size=world_size,
         rank=rank,
         local_rank=local_rank,
-        rows=rows,
-        columns=world_size // (rows * tp),
+        replicas=replicas,
+        shards=world_size // (replicas * tp),
         tp=tp,
         device=torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu"),
         # Both on GPUs: objects and digests travel as CPU tensors.

@@ -90,7 +90,9 @@ def norms_of(output: str) -> list[float]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path]]:
-    """Output and folder of each run: one rank and two (one row, two rows), tied and untied head."""
+    """Output and folder of each run: one rank and two (one replica, two replicas), tied and
+    untied head.
+    """
     folder = tmp_path_factory.mktemp("huggingface")
     config = folder / "untied.json"
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "vocab_size": 256}
@@ -270,7 +272,7 @@ def test_a_row_of_the_hsdp_scripts_is_a_node(script: Path, tmp_path: Path) -> No
     for nodes in (1, 2, nodes_of(words)):
         config = parse(words, nodes).config
         laid = grid(config, nodes * GPUS)
-        assert (laid.rows, laid.columns * laid.tp) == (nodes, GPUS)
+        assert (laid.replicas, laid.shards * laid.tp) == (nodes, GPUS)
 
 
 def test_the_scripts_show_experts_and_tensor_parallelism(tmp_path: Path) -> None:

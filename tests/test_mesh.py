@@ -31,8 +31,8 @@ def test_without_a_launcher_the_world_is_one_cpu_rank() -> None:
         world_size=1,
         rank=0,
         local_rank=0,
-        rows=1,
-        columns=1,
+        replicas=1,
+        shards=1,
         device=torch.device("cpu"),
         backend="gloo",
     )
@@ -40,8 +40,8 @@ def test_without_a_launcher_the_world_is_one_cpu_rank() -> None:
 
 
 def test_rows_and_columns_of_a_replicated_mesh() -> None:
-    mesh = mesh_from_environment(rows=2, environment=variables(6, 8, 2), gpus=0)
-    assert (mesh.columns, mesh.row, mesh.column, mesh.tp_rank) == (4, 1, 2, 0)
+    mesh = mesh_from_environment(replicas=2, environment=variables(6, 8, 2), gpus=0)
+    assert (mesh.shards, mesh.replica, mesh.shard, mesh.tp_rank) == (4, 1, 2, 0)
     assert (mesh.data_parallel_rank, mesh.data_parallel_size) == (6, 8)
     assert mesh.axis_ranks("shard") == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert mesh.axis_ranks("replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -51,8 +51,8 @@ def test_rows_and_columns_of_a_replicated_mesh() -> None:
 
 
 def test_tensor_parallel_ranks_are_neighbours() -> None:
-    mesh = mesh_from_environment(rows=2, tp=2, environment=variables(7, 12, 7), gpus=0)
-    assert (mesh.columns, mesh.row, mesh.column, mesh.tp_rank) == (3, 1, 0, 1)
+    mesh = mesh_from_environment(replicas=2, tp=2, environment=variables(7, 12, 7), gpus=0)
+    assert (mesh.shards, mesh.replica, mesh.shard, mesh.tp_rank) == (3, 1, 0, 1)
     assert (mesh.data_parallel_rank, mesh.data_parallel_size) == (3, 6)
     assert mesh.axis_ranks("tp") == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
     assert mesh.axis_ranks("shard") == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
@@ -65,8 +65,8 @@ def test_tensor_parallel_ranks_are_neighbours() -> None:
 
 def test_a_place_in_every_group_is_the_place_on_its_axis() -> None:
     for rank in range(12):
-        mesh = mesh_from_environment(rows=2, tp=2, environment=variables(rank, 12, 0), gpus=0)
-        places = {"shard": mesh.column, "replicate": mesh.row, "tp": mesh.tp_rank, "world": rank}
+        mesh = mesh_from_environment(replicas=2, tp=2, environment=variables(rank, 12, 0), gpus=0)
+        places = {"shard": mesh.shard, "replicate": mesh.replica, "tp": mesh.tp_rank, "world": rank}
         places["data"] = mesh.data_parallel_rank
         for axis, place in places.items():
             (group,) = [ranks for ranks in mesh.axis_ranks(axis) if rank in ranks]
@@ -74,18 +74,18 @@ def test_a_place_in_every_group_is_the_place_on_its_axis() -> None:
 
 
 def test_a_grid_must_hold_its_ranks() -> None:
-    with pytest.raises(MeshError, match="2 rows x 3 columns x 2 .* does not hold 8 ranks"):
+    with pytest.raises(MeshError, match="2 replicas x 3 shards x 2 .* does not hold 8 ranks"):
         Mesh(
             world_size=8,
             rank=0,
             local_rank=0,
-            rows=2,
-            columns=3,
+            replicas=2,
+            shards=3,
             tp=2,
             device=torch.device("cpu"),
             backend="gloo",
         )
-    with pytest.raises(MeshError, match="8 ranks do not divide into 1 rows .* of 3 tensor-par"):
+    with pytest.raises(MeshError, match="8 ranks do not divide into 1 replicas of 3 tensor-par"):
         mesh_from_environment(tp=3, environment=variables(0, 8, 0), gpus=0)
 
 
@@ -105,23 +105,23 @@ def test_gpus_are_used_where_there_are_any_and_cpu_on_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "rows", "device", "message"),
+    ("environment", "replicas", "device", "message"),
     [
         ({"RANK": "0", "LOCAL_RANK": "0"}, 1, None, "WORLD_SIZE not set although RANK and LOCAL"),
         ({**variables(0, 2, 0), "RANK": "x"}, 1, None, "RANK='x' is not an integer"),
         ({**variables(0, 2, 0), "LOCAL_RANK": "-1"}, 1, None, "LOCAL_RANK=-1 is negative"),
         (variables(2, 2, 0), 1, None, "rank 2 is outside a world of 2"),
-        (variables(0, 4, 0), 3, None, "4 ranks do not divide into 3 rows"),
-        (variables(0, 4, 0), 0, None, "4 ranks do not divide into 0 rows"),
+        (variables(0, 4, 0), 3, None, "4 ranks do not divide into 3 replicas"),
+        (variables(0, 4, 0), 0, None, "4 ranks do not divide into 0 replicas"),
         (variables(2, 4, 2), 1, None, "LOCAL_RANK=2, but this node has 2 usable GPUs"),
         ({}, 1, "tpu", "device 'tpu' is neither"),
     ],
 )
 def test_unusable_environments_are_named(
-    environment: dict[str, str], rows: int, device: str | None, message: str
+    environment: dict[str, str], replicas: int, device: str | None, message: str
 ) -> None:
     with pytest.raises(MeshError, match=message):
-        mesh_from_environment(rows=rows, device=device, environment=environment, gpus=2)
+        mesh_from_environment(replicas=replicas, device=device, environment=environment, gpus=2)
 
 
 def test_a_world_of_one_needs_no_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--shard-size",
         type=whole,
-        help="hsdp: data-parallel ranks of a row; half of them when not given, so two rows",
+        help="hsdp: data-parallel ranks of a replica; half of them when not given, so two replicas",
     )
     add("--zero-stage", type=_listed(int, (1, 2, 3)), default=[3], help="of 1, 2, 3")
     add("--tp", type=whole, default=[1], help="tensor-parallel ranks")
@@ -170,7 +170,7 @@ def tolerance_of(options: argparse.Namespace) -> Tolerance:
 
 
 def grids(options: argparse.Namespace, sharding: str, tp: int) -> Iterator[tuple[int, int] | str]:
-    """(rows, columns) of the grids that were asked for, or why there is none."""
+    """(replicas, shards) of the grids that were asked for, or why there is none."""
     places, rest = divmod(options.ranks, tp)
     if rest:
         yield f"{sharding} tp {tp}: does not divide {options.ranks} ranks"
@@ -206,7 +206,7 @@ def build_cases(options: argparse.Namespace) -> tuple[list[Case], list[dict[str,
 
 
 def _variants(
-    options: argparse.Namespace, line: str, stage: int, tp: int, rows: int, columns: int
+    options: argparse.Namespace, line: str, stage: int, tp: int, replicas: int, shards: int
 ) -> Iterator[Case]:
     """Everything that is not the grid; what a case has no use for is left out of it."""
     for (
@@ -228,12 +228,12 @@ def _variants(
     ):
         yield Case(
             line=line,
-            rows=rows,
-            columns=columns,
+            replicas=replicas,
+            shards=shards,
             tp=tp,
             zero_stage=stage,
             sequence_parallel=sequence == "on" and tp > 1,
-            publish=publish if rows > 1 and line in "CD" else None,
+            publish=publish if replicas > 1 and line in "CD" else None,
             collectives=collectives,
             planner=planner,
             gradient_reduction=reduction if accumulation > 1 else "micro-batch",

@@ -187,8 +187,8 @@ def _shard(trial: Trial, rank: int, model: Model, further: dict[str, Any]) -> An
         world_size=trial.ranks,
         rank=rank,
         local_rank=rank,
-        rows=trial.rows,
-        columns=trial.ranks // trial.rows,
+        replicas=trial.replicas,
+        shards=trial.ranks // trial.replicas,
         device=torch.device("cpu"),
         backend="gloo",
     )

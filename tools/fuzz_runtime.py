@@ -2,7 +2,7 @@
 
 Each trial is a function of its number and of the number of ranks: a model of up to 12 blocks with
 ties, frozen parts, recomputation and weights used outside their modules; a line, a ZeRO stage,
-rows; and a program in which the ranks run the blocks in orders of their own, leave some out,
+replicas; and a program in which the ranks run the blocks in orders of their own, leave some out,
 accumulate, evaluate, raise, and ask for gradients of inputs alone. Outputs, gradient norms and
 weights must be those of ``torch`` on whole parameters, no rank may hang or die, and an ordinary
 pass at the end must hold no more layers at a time than ever. A failed trial is replayed by

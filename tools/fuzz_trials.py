@@ -4,9 +4,9 @@ Owns what a trial is: a function of a seed and a number of ranks, the same on ev
 ``tests/distributed/test_runtime_fuzz.py``.
 
 A trial has a model (blocks of several kinds, ties, frozen parts, weights used outside their
-modules, recomputation), a way to train it (line, ZeRO stage, rows) and a program: what the ranks do
-with the model until each of its steps. Ranks may run the blocks in any order, leave some out, use
-some twice, stop early, and raise; what torch leaves undefined they do alike.
+modules, recomputation), a way to train it (line, ZeRO stage, replicas) and a program: what the
+ranks do with the model until each of its steps. Ranks may run the blocks in any order, leave some
+out, use some twice, stop early, and raise; what torch leaves undefined they do alike.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Trial:
 
     seed: int
     ranks: int
-    rows: int
+    replicas: int
     line: str
     zero_stage: int
     kinds: tuple[str, ...]  # of the blocks
@@ -80,7 +80,7 @@ class Trial:
     def __str__(self) -> str:
         lines = [
             f"trial {self.seed}: line {self.line}, ZeRO-{self.zero_stage}, {self.ranks} ranks in"
-            f" {self.rows} rows, blocks {' '.join(self.kinds)}, shared {self.shared}, tied"
+            f" {self.replicas} replicas, blocks {' '.join(self.kinds)}, shared {self.shared}, tied"
             f" {self.tied}, frozen {self.frozen}"
         ]
         for number, actions in enumerate(self.steps):
@@ -195,7 +195,7 @@ def make_trial(seed: int, ranks: int) -> Trial:
     """Trial ``seed`` for ``ranks`` ranks."""
     draw = random.Random(f"{seed}:{ranks}")
     line = draw.choice(LINES)
-    rows = draw.choice([1, 1, 2]) if ranks % 2 == 0 and line != "M" else 1
+    replicas = draw.choice([1, 1, 2]) if ranks % 2 == 0 and line != "M" else 1
     stages = {"A": (2, 3), "M": (3,), "B": (2, 3)}.get(line, (1, 2, 3, 3))
     depth = draw.choice([2, 3, 4, 6, 8, MOST_BLOCKS])
     kinds = tuple(draw.choice(KINDS) for _ in range(depth))
@@ -218,7 +218,7 @@ def make_trial(seed: int, ranks: int) -> Trial:
     return Trial(
         seed=seed,
         ranks=ranks,
-        rows=rows,
+        replicas=replicas,
         line=line,
         zero_stage=draw.choice(stages),
         kinds=kinds,

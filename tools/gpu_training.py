@@ -32,16 +32,19 @@ STEPS = 6  # the pool opens after the second
 TOLERANCE = 1e-4  # of losses and weights in FP32: NCCL adds in an order of its own
 
 
-def compare_lines(rank: int, world: int, rows: int, device: torch.device) -> Difference:
+def compare_lines(rank: int, world: int, replicas: int, device: torch.device) -> Difference:
     """What line D over the nccl fabric differs in from line C, on this rank. A collective.
 
-    Raises ValueError for a number of ranks that ``rows`` does not divide, and RuntimeError where
-    the pool did not open.
+    Raises ValueError for a number of ranks that ``replicas`` does not divide, and RuntimeError
+    where the pool did not open.
     """
-    if world % rows:
-        raise ValueError(f"--rows {rows} does not divide {world} ranks")
+    if world % replicas:
+        raise ValueError(f"--rows {replicas} does not divide {world} ranks")
     training = Training(model="nano", steps=STEPS, dtype=torch.float32)
-    c, d = (Case(line=line, rows=rows, columns=world // rows, training=training) for line in "CD")
+    c, d = (
+        Case(line=line, replicas=replicas, shards=world // replicas, training=training)
+        for line in "CD"
+    )
     theirs, _ = train(c, rank, device=device)
     ours, placements = train(d, rank, device=device, fabric="nccl")
     return compare(ours, theirs, placements, tp_rank=0)
@@ -60,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    found = compare_lines(rank, world, options.rows, device)
+    found = compare_lines(rank, world, options.replicas, device)
     differs = max(found.loss, found.weight) > TOLERANCE
     verdicts = [False] * world
     dist.all_gather_object(verdicts, differs)

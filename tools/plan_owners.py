@@ -161,7 +161,7 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
     rule.add_argument(
         "--no-owner-column-balance",
         action="store_true",
-        help="HSDP: choose among all ranks at once, not by column",
+        help="HSDP: choose among all ranks at once, not by rail",
     )
     rule.add_argument(
         "--merge-experts", action="store_true", help="merge small expert matrices like the rest"
@@ -253,7 +253,8 @@ def cost_for(options: argparse.Namespace, parameters: tuple[LogicalParameter, ..
 
 
 def topology_for(options: argparse.Namespace, nodes: int | None = None) -> Topology:
-    """The data-parallel grid: one row of all ranks under FSDP, rows of the shard size under HSDP.
+    """The data-parallel grid: one replica of all ranks under FSDP, replicas of the shard size under
+    HSDP.
 
     Raises ValueError that names the flags whose sizes do not fit.
     """
@@ -273,11 +274,11 @@ def topology_for(options: argparse.Namespace, nodes: int | None = None) -> Topol
         )
     world = nodes * options.gpus_per_node // options.tp
     if options.sharding == "fsdp":
-        return Topology(rows=1, columns=world, tp=options.tp)
-    columns = options.shard_size or options.gpus_per_node // options.tp
-    if world % columns:
-        raise ValueError(f"--shard-size {columns} does not divide the {world} data-parallel ranks")
-    return Topology(rows=world // columns, columns=columns, tp=options.tp)
+        return Topology(replicas=1, shards=world, tp=options.tp)
+    shards = options.shard_size or options.gpus_per_node // options.tp
+    if world % shards:
+        raise ValueError(f"--shard-size {shards} does not divide the {world} data-parallel ranks")
+    return Topology(replicas=world // shards, shards=shards, tp=options.tp)
 
 
 def settings_for(options: argparse.Namespace) -> PlannerSettings:
@@ -286,7 +287,7 @@ def settings_for(options: argparse.Namespace) -> PlannerSettings:
         policy=options.owner_planner,
         byte_cap=options.owner_byte_cap,
         spread_layers=not options.no_owner_layer_spreading,
-        balance_columns=not options.no_owner_column_balance,
+        balance_rails=not options.no_owner_column_balance,
         balance_gain=options.balance_gain,
         workspace_growth=options.workspace_growth,
         workspace_cap_mib=options.workspace_cap_mib,
@@ -319,7 +320,7 @@ def plan_for(
 
 
 def report_for(options: argparse.Namespace, plan: OwnershipPlan) -> PlanReport:
-    """Figures by rail: columns of the grid under HSDP, places in a node under FSDP."""
+    """Figures by rail: shards of the grid under HSDP, places in a node under FSDP."""
     hsdp = options.sharding == "hsdp"
     return summarize(plan, rails=None if hsdp else options.gpus_per_node // options.tp)
 

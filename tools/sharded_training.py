@@ -50,8 +50,8 @@ class Case:
     """
 
     line: str
-    rows: int = 1  # replicas; 1 is FSDP
-    columns: int
+    replicas: int = 1  # replicas; 1 is FSDP
+    shards: int
     tp: int = 1
     zero_stage: int = 3
     sequence_parallel: bool = False
@@ -65,12 +65,12 @@ class Case:
     @property
     def ranks(self) -> int:
         """Processes."""
-        return self.rows * self.columns * self.tp
+        return self.replicas * self.shards * self.tp
 
     @property
     def sharding(self) -> str:
-        """One row is plain sharding, whatever it was asked for as."""
-        return "fsdp" if self.rows == 1 else "hsdp"
+        """One replica is plain sharding, whatever it was asked for as."""
+        return "fsdp" if self.replicas == 1 else "hsdp"
 
     @property
     def transport(self) -> str:
@@ -89,14 +89,14 @@ class Case:
         if self.line == "A":
             training = replace(training, optimizer="adam")
         if PRESETS[training.model].get("num_experts"):
-            return replace(training, places=self.rows * self.columns)
+            return replace(training, places=self.replicas * self.shards)
         return training
 
     @property
     def name(self) -> str:
         """For messages: what distinguishes the case."""
         training = self.training
-        words = [f"line {self.line} {training.model} {self.sharding} {self.rows}x{self.columns}"]
+        words = [f"line {self.line} {training.model} {self.sharding} {self.replicas}x{self.shards}"]
         words += [f"zero {self.zero_stage} tp {self.tp} {self.reference.optimizer}"]
         words += [f"accumulation {training.accumulation}"] if training.accumulation > 1 else []
         words += ["recompute"] if training.recompute else []
@@ -117,7 +117,9 @@ class Case:
             "name": self.name,
             "line": values.pop("line"),
             "sharding": self.sharding,
-            "grid": f"{self.rows}x{self.columns}",
+            "grid": f"{self.replicas}x{self.shards}",
+            "rows": values.pop("replicas"),
+            "columns": values.pop("shards"),
             **values,
             "collectives": self.transport,
             "planner": self.policy if self.line in "CDM" else None,
@@ -132,17 +134,18 @@ def not_applicable(case: Case) -> str | None:
     training, line = case.training, case.line
     if line == "M":
         wrong = {
-            f"{case.rows} rows": case.rows != 1,
+            f"{case.replicas} replicas": case.replicas != 1,
             f"tp {case.tp}": case.tp != 1,
             f"ZeRO stage {case.zero_stage}": case.zero_stage != 3,
         }
         if any(wrong.values()):
             which = ", ".join(text for text, differs in wrong.items() if differs)
             return (
-                f"line M is owners on one row at ZeRO stage 3 without tensor parallelism: {which}"
+                "line M is owners on one replica at ZeRO stage 3 without tensor parallelism:"
+                f" {which}"
             )
-    if case.zero_stage == 1 and (line not in "CDM" or case.rows > 1):
-        return "ZeRO stage 1 is the baseline of owners (lines C and D) on one row"
+    if case.zero_stage == 1 and (line not in "CDM" or case.replicas > 1):
+        return "ZeRO stage 1 is the baseline of owners (lines C and D) on one replica"
     if line == "A" and case.collectives:
         return "line A moves bytes as torch's fully_shard does"
     if line == "B" and case.transport == "ready":
@@ -235,8 +238,8 @@ def train(
         world_size=case.ranks,
         rank=rank,
         local_rank=rank,
-        rows=case.rows,
-        columns=case.columns,
+        replicas=case.replicas,
+        shards=case.shards,
         tp=case.tp,
         device=device,
         backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
@@ -260,7 +263,7 @@ def train(
 
 def _refuse_grouped_calls(runtime: Any, case: Case) -> None:
     """A ready case that fell back to grouped calls says nothing about the ready ones."""
-    if case.transport != "ready" or case.rows * case.columns == 1:
+    if case.transport != "ready" or case.replicas * case.shards == 1:
         return
     if runtime.opened is None and case.training.steps >= 2:
         raise RuntimeError(f"the symmetric pool never opened: {'; '.join(runtime.notes())}")

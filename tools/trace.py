@@ -91,8 +91,8 @@ def trace_events(ranks: Sequence[tuple[float, list[Span]]], case: Case) -> list[
     events: list[dict[str, Any]] = []
     for rank, ((_, spans), offset) in enumerate(zip(ranks, offsets, strict=True)):
         place, tp_rank = divmod(rank, case.tp)
-        row, column = divmod(place, case.columns)
-        title = f"rank {rank} (row {row}, column {column}, tp rank {tp_rank})"
+        replica, shard = divmod(place, case.shards)
+        title = f"rank {rank} (replica {replica}, shard {shard}, tp rank {tp_rank})"
         events.append(_metadata("process_name", rank, 0, name=title))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))
         lanes = lay_out(spans)

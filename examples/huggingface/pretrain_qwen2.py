@@ -47,7 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-2, help="peak, for Muon and AdamW alike")
     parser.add_argument("--wd", type=float, default=0.1)
     parser.add_argument("--zero-stage", type=int, choices=(2, 3), default=3)
-    parser.add_argument("--rows", type=int, default=1, help="HSDP: rows of ranks, e.g. the nodes")
+    parser.add_argument("--rows", type=int, default=1, help="replicas of HSDP, e.g. the nodes")
     parser.add_argument("--bf16", action="store_true", help="compute in BF16; masters stay FP32")
     parser.add_argument("--recompute", action="store_true", help="recompute layers in the backward")
     parser.add_argument("--seed", type=int, default=1234)
@@ -178,7 +178,7 @@ def check(model: nn.Module, folder: Path, batch: Tensor, say: Say) -> None:
 def main() -> None:
     arguments = parse_arguments()
     try:
-        mesh = mesh_from_environment(rows=arguments.rows)
+        mesh = mesh_from_environment(replicas=arguments.rows)
     except MeshError as error:
         sys.exit(f"--rows {arguments.rows}: {error}")
     if arguments.batch_size % mesh.world_size:

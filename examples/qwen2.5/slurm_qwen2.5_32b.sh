@@ -50,8 +50,8 @@ TRAINING_ARGS=(
   --exit-duration-in-mins "$EXIT_MINUTES"
 )
 
-# A layer is computed by two GPUs together, so a row is the four pairs of a node. Every matrix has
-# one owner in all 8 nodes.
+# A layer is computed by two GPUs together, so a replica is the four pairs of a node. Every matrix
+# has one owner in all 8 nodes.
 MODEL_PARALLEL_ARGS=(
   --sharding hsdp
   --tensor-model-parallel-size 2

@@ -50,7 +50,7 @@ TRAINING_ARGS=(
   --exit-duration-in-mins "$EXIT_MINUTES"
 )
 
-# A row is a node: weights are gathered inside it, and every matrix has one owner in all 4.
+# A replica is a node: weights are gathered inside it, and every matrix has one owner in all 4.
 MODEL_PARALLEL_ARGS=(
   --sharding hsdp
   --line D

@@ -56,8 +56,8 @@ TRAINING_ARGS=(
   --bf16
 )
 
-# A row is a node. One node is one row, the same as --sharding fsdp; more of them hold a replica
-# each, and every matrix still has one owner.
+# A replica is a node. One node is the same as --sharding fsdp; more of them hold a replica each,
+# and every matrix still has one owner.
 MODEL_PARALLEL_ARGS=(
   --sharding hsdp
   --line D

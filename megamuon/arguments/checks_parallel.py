@@ -16,7 +16,7 @@ MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
 
 
 def check_grid(config: Config, facts: Facts) -> list[str]:
-    """Ranks must divide into rows, columns and tensor-parallel ranks."""
+    """Ranks must divide into replicas, shards and tensor-parallel ranks."""
     flags, problems = config.parallel, []
     tp, size, world = flags.tensor_model_parallel_size, flags.shard_size, facts.world_size
     ranks = data_parallel_size(tp, world)
@@ -31,8 +31,8 @@ def check_grid(config: Config, facts: Facts) -> list[str]:
         return problems
     if flags.zero_stage == 1:
         problems.append(
-            "--zero-stage 1: not applicable with --sharding hsdp, whose rows gather; use 2 or 3,"
-            " or --sharding fsdp"
+            "--zero-stage 1: not applicable with --sharding hsdp, whose replicas gather; use 2 or"
+            " 3, or --sharding fsdp"
         )
     if "shard_size" in facts.unusable or ranks is None:
         return problems
@@ -144,8 +144,8 @@ def check_stages(config: Config, facts: Facts) -> list[str]:
             f"--param-layout {owners.param_layout}": owners.param_layout != "owner",
         }
         problems += [
-            f"{flag}: not applicable with --line M, which is owners on one row at ZeRO-3 without"
-            " tensor parallelism; use --line C or D"
+            f"{flag}: not applicable with --line M, which is owners on one replica at ZeRO-3"
+            " without tensor parallelism; use --line C or D"
             for flag, differs in others.items()
             if differs
         ]

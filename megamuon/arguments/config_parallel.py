@@ -18,18 +18,18 @@ def _number_or_none(word: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
-    """How the model lies on the ranks: rows and columns of data-parallel ranks, and the
+    """How the model lies on the ranks: replicas and shards of data-parallel ranks, and the
     tensor-parallel ranks behind each of them.
     """
 
     sharding: Literal["fsdp", "hsdp"] = flag(
         "fsdp",
-        "fsdp: shard over all data-parallel ranks as one row; hsdp: replicas (rows) of "
+        "fsdp: shard over all data-parallel ranks, one replica; hsdp: replicas of "
         "--shard-size ranks, one owner per matrix in the whole grid",
     )
     shard_size: int | None = flag(
         None,
-        "data-parallel ranks of a row with --sharding hsdp; those of a node when not given",
+        "data-parallel ranks of a replica with --sharding hsdp; those of a node when not given",
         low=1,
     )
     zero_stage: Literal[1, 2, 3] = flag(
@@ -39,7 +39,7 @@ class ParallelFlags:
     )
     publish: Literal["async", "sync"] = flag(
         "async",
-        "--sharding hsdp: new weights travel to the rows behind later updates and the next "
+        "--sharding hsdp: new weights travel to the replicas behind later updates and the next "
         "forward, or before the step ends",
     )
     tensor_model_parallel_size: int = flag(1, "ranks that share the work of each layer", low=1)
@@ -95,7 +95,7 @@ class OwnershipFlags:
     )
     publish_tile_kib: int = flag(
         512,
-        "--collectives ready: size of a tile of new weights on the way to the other rows, in KiB",
+        "--collectives ready: size of a tile of new weights on the way to other replicas, in KiB",
         low=1,
         high=65536,
     )
@@ -135,7 +135,7 @@ class OwnershipFlags:
     )
     owner_column_balance: bool = flag(
         True,
-        "choose ranks without balancing columns first",
+        "choose ranks without balancing rails first",
         off_names=("--no-owner-column-balance",),
     )
     ns_cost: Literal["measured", "file", "closed-form"] = flag(

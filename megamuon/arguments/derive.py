@@ -36,7 +36,7 @@ def data_parallel_size(tensor_parallel_size: int, world_size: int) -> int | None
 
 
 def _shards(values: dict[str, Any], facts: Facts) -> None:
-    """A row is a node: the ranks that the launcher started here, less their tp partners."""
+    """A replica is a node: the ranks that the launcher started here, less their tp partners."""
     if values["sharding"] != "hsdp" or values["shard_size"] is not None:
         return
     if "shard_size" not in facts.unusable:
@@ -142,10 +142,10 @@ def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
     idle = [dest for dest in (*_OWNER_FLAGS, "publish") if dest in facts.explicit]
     if idle and values["param_layout"] == "even":
         notes.append(f"--param-layout even: no effect of {_spelled(idle)}, since nobody owns")
-    rows = ("publish", "publish_tile_kib") if ready else ("publish",)
-    idle = [dest for dest in rows if dest in facts.explicit]
+    replicas = ("publish", "publish_tile_kib") if ready else ("publish",)
+    idle = [dest for dest in replicas if dest in facts.explicit]
     if idle and values["sharding"] != "hsdp":
-        notes.append(f"--sharding fsdp: no effect of {_spelled(idle)}, since there is one row")
+        notes.append(f"--sharding fsdp: no effect of {_spelled(idle)}, since there is one replica")
     if values["num_experts"] is None:
         idle = sorted(d for d in facts.explicit if d.startswith("moe_") or d == "merge_experts")
         if idle:

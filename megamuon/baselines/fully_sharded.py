@@ -55,11 +55,11 @@ def fully_shard_model(
     """Put ``model`` under ``fully_shard``: one FSDP2 group per layer, per untied token table and
     head, and one for the rest.
 
-    ``mesh``: the grid of all ranks (default: one row of them); more than one row is FSDP2's hybrid
-    sharding. ``layers``, ``initial`` as for ``shard``; ``placements`` say what part of the whole
-    parameters the modules hold on this tensor-parallel rank. ``config.zero_stage`` 2 keeps gathered
-    weights from forward to backward, 3 gathers twice; settings of owners and transports are not
-    used.
+    ``mesh``: the grid of all ranks (default: one replica of them); more than one replica is FSDP2's
+    hybrid sharding. ``layers``, ``initial`` as for ``shard``; ``placements`` say what part of the
+    whole parameters the modules hold on this tensor-parallel rank. ``config.zero_stage`` 2 keeps
+    gathered weights from forward to backward, 3 gathers twice; settings of owners and transports
+    are not used.
 
     Without a process group, one of this process alone is started; ``close`` ends it. Raises
     RoutingError, PlanMismatchError, and ValueError for another optimizer than AdamW and SGD, for
@@ -70,7 +70,7 @@ def fully_shard_model(
         raise ValueError(f"zero_stage={config.zero_stage}: line A shards parameters, choose 2 or 3")
     device = device or (mesh.device if mesh is not None else device_of(model))
     alone = not dist.is_initialized()
-    mesh = _checked(mesh or _one_row(device))
+    mesh = _checked(mesh or _one_replica(device))
     if alone:
         grid.initialise(mesh)
     try:
@@ -108,7 +108,7 @@ def _build(
     if initial is not None:
         filled.check(plan.parameters, mesh, dist.group.WORLD, mesh.device)
     traffic = Traffic()
-    count_traffic(modules, traffic, mesh.rows)
+    count_traffic(modules, traffic, mesh.replicas)
     tp_group = grids["tp"].get_group() if mesh.tp > 1 else None
     runtime = FullyShardedRuntime(
         model=model,
@@ -151,14 +151,14 @@ def _ranks() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def _one_row(device: torch.device) -> Mesh:
+def _one_replica(device: torch.device) -> Mesh:
     rank, world = _ranks()
     return Mesh(
         world_size=world,
         rank=rank,
         local_rank=device.index or 0,
-        rows=1,
-        columns=world,
+        replicas=1,
+        shards=world,
         device=device,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )

@@ -67,7 +67,7 @@ def plan_of(
     if scalars:
         raise ValueError(f"FSDP2 cannot shard 0-d parameters: {', '.join(scalars)}; make them 1-D")
     settings = replace(config.planner, bytes_per_element=config.compute_dtype.itemsize)
-    topology = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
+    topology = Topology(replicas=mesh.replicas, shards=mesh.shards, tp=mesh.tp)
     return build_plan(parameters, topology, closed_form_cost(None), settings)
 
 
@@ -95,7 +95,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     """``mesh`` as torch's, with the axes replicate, shard and tp; an axis of size 1 is left out,
     but for shard.  A collective.
     """
-    sizes = {"replicate": mesh.rows, "shard": mesh.columns, "tp": mesh.tp}
+    sizes = {"replicate": mesh.replicas, "shard": mesh.shards, "tp": mesh.tp}
     axes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
     return init_device_mesh(mesh.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
@@ -107,14 +107,14 @@ def pieces_of(
     pieces = []
     for parameter in plan.parameters:
         rows = parameter.piece_shape(mesh.tp_rank)[0]
-        share = -(-rows // mesh.columns)
+        share = -(-rows // mesh.shards)
         pieces.append(
             ShardedPiece(
                 parameter=parameter,
                 tensor=tensors[parameter.name],
-                first_row=min(mesh.column * share, rows),
+                first_row=min(mesh.shard * share, rows),
                 tp_rank=mesh.tp_rank,
-                counts=mesh.row == 0 and (parameter.cut is not None or mesh.tp_rank == 0),
+                counts=mesh.replica == 0 and (parameter.cut is not None or mesh.tp_rank == 0),
             )
         )
     return tuple(pieces)
@@ -135,7 +135,7 @@ def wrap(
     ValueError for a weight that only layers share, and where weights are to be taken from the meta
     device.
     """
-    data = grids["replicate", "shard"] if mesh.rows > 1 else grids["shard"]
+    data = grids["replicate", "shard"] if mesh.replicas > 1 else grids["shard"]
     holders = _holders(model, parameters)
     policy = MixedPrecisionPolicy(
         param_dtype=config.compute_dtype,

@@ -166,28 +166,28 @@ class FullyShardedRuntime(TrainableRuntime):
         """This rank's pieces of every weight (by canonical name), persistent buffer and optimizer
         tensor (``optimizer.<state>.<name>``); the tensors are the live ones.
 
-        Each element is listed by one rank: the rows of the mesh list a share each of what they hold
-        alike; where nothing is cut the first tensor-parallel rank lists, and a scalar the first
-        holder. With ``everywhere`` (what a load wants) all ranks list all that they hold.
+        Each element is listed by one rank: the replicas of the mesh list a share each of what they
+        hold alike; where nothing is cut the first tensor-parallel rank lists, and a scalar the
+        first holder. With ``everywhere`` (what a load wants) all ranks list all that they hold.
         """
         found: list[StoredTensor] = []
         if buffers:
             speaks = self.mesh.rank == 0
             found.extend(self.buffers.stored(everywhere=everywhere, speaks=speaks))
-        row, rows = (0, 1) if everywhere else (self.mesh.row, self.mesh.rows)
+        replica, replicas = (0, 1) if everywhere else (self.mesh.replica, self.mesh.replicas)
         for piece in self._step.pieces:
             name, cut = piece.parameter.name, piece.parameter.cut is not None
             if not piece.master.numel() or not (cut or piece.tp_rank == 0 or everywhere):
                 continue
             pieces = [piece.stored(name, piece.master)]
-            first = everywhere or (piece.first_row == 0 and row == 0 and piece.tp_rank == 0)
+            first = everywhere or (piece.first_row == 0 and replica == 0 and piece.tp_rank == 0)
             for key, tensor in (self._step.state.get(name, {}) if optimizer else {}).items():
                 stored = f"{OPTIMIZER_PREFIX}{key}.{name}"
                 if tensor.ndim:
                     pieces.append(piece.stored(stored, tensor))
                 elif first:
                     found.append(StoredTensor(name=stored, shape=(), offset=(), data=tensor))
-            shares = (piece.share(row, rows) for piece in pieces)
+            shares = (piece.share(replica, replicas) for piece in pieces)
             found.extend(share for share in shares if share is not None)
         return found
 
@@ -199,7 +199,7 @@ class FullyShardedRuntime(TrainableRuntime):
     # --- whole weights ---------------------------------------------------------------------------
 
     def masters(self) -> list[Tensor]:
-        """This rank's rows of each parameter."""
+        """This rank's replicas of each parameter."""
         return [piece.master for piece in self._step.pieces]
 
     def swapped(self, values: Sequence[Tensor]) -> AbstractContextManager[None]:
@@ -251,7 +251,7 @@ class FullyShardedRuntime(TrainableRuntime):
 
         A collective: every rank iterates to the end.
         """
-        ranks = self.mesh.columns
+        ranks = self.mesh.shards
         for piece in self._step.pieces:
             parameter = piece.parameter
             shape = parameter.piece_shape(self.mesh.tp_rank)

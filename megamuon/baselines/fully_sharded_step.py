@@ -1,7 +1,7 @@
 """The optimizer step of a fully sharded model: norm, clip, update of the local rows.
 
 Owns ``ShardedPiece`` (the rows of one parameter on this rank, as FSDP2 cut them) and
-``FullyShardedStep``. Invariant: each element counts once in the norm, though rows of the mesh
+``FullyShardedStep``. Invariant: each element counts once in the norm, though replicas
 repeat all of them and tensor-parallel ranks repeat what is not cut; the rest is as in every step
 (``runtime.step_parts``). Tested by ``tests/distributed/test_fully_sharded.py``.
 """

@@ -41,16 +41,16 @@ class _Counted:
         )
 
 
-def count_traffic(modules: Sequence[FSDPModule], traffic: Traffic, rows: int) -> None:
+def count_traffic(modules: Sequence[FSDPModule], traffic: Traffic, replicas: int) -> None:
     """Count all gathers and reductions of ``modules`` in ``traffic``.
 
-    A mean over ``rows`` counts as the least that an all-reduce needs: each rank sends its part to
-    every row and gets it back, ``2 (rows - 1) / rows`` of the bytes.
+    A mean over ``replicas`` counts as the least that an all-reduce needs: each rank sends its part
+    to every replica and gets it back, ``2 (replicas - 1) / replicas`` of the bytes.
     """
 
-    def over_rows(reduced: Tensor) -> None:
+    def over_replicas(reduced: Tensor) -> None:
         nbytes = reduced.numel() * reduced.element_size()
-        traffic.sent("reduce", "replicate", 2 * (rows - 1) * nbytes // rows)
+        traffic.sent("reduce", "replicate", 2 * (replicas - 1) * nbytes // replicas)
 
     for module in modules:
         group = module._get_fsdp_state()._fsdp_param_group
@@ -58,5 +58,5 @@ def count_traffic(modules: Sequence[FSDPModule], traffic: Traffic, rows: int) ->
             continue
         module.set_custom_all_gather(_Counted(group._all_gather_comm, traffic, "gather"))
         module.set_custom_reduce_scatter(_Counted(group._reduce_scatter_comm, traffic, "reduce"))
-        if rows > 1:
-            module.set_all_reduce_hook(over_rows)
+        if replicas > 1:
+            module.set_all_reduce_hook(over_replicas)

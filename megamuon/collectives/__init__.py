@@ -26,7 +26,7 @@ from megamuon.collectives.per_owner import PerOwnerTransport
 from megamuon.collectives.staged_work import StagedWork
 from megamuon.collectives.traffic import Traffic
 from megamuon.collectives.two_stage import (
-    RowSegment,
+    ReplicaSegment,
     TwoStageReducer,
     TwoStageTable,
 )
@@ -54,7 +54,7 @@ __all__ = [
     "CollectiveError",
     "GatherTable",
     "ReduceTable",
-    "RowSegment",
+    "ReplicaSegment",
     "SegmentTable",
     "StagedWork",
     "TableSegment",

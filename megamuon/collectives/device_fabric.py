@@ -1,11 +1,11 @@
 """The operators of one rank over GPUs, by NCCL's device interface.
 
 Owns the communicators of this rank, one per operator, because the operators run over different
-ranks of the grid (a row, all, a column), and the two pools: gathers, reductions and shares work in
-one, the publish in the other. Invariants: all ranks have every communicator, or none has any; only
-gathers use the switch: it adds in an order of its own, and reductions keep the bits of the other
-transports. Tested on CPU ranks by ``tests/distributed/test_device_fabric.py`` over a stand-in for
-the device library; it has not run on a GPU yet.
+ranks of the grid (a replica, all, a rail), and the two pools: gathers, reductions and shares work
+in one, the publish in the other. Invariants: all ranks have every communicator, or none has any;
+only gathers use the switch: it adds in an order of its own, and reductions keep the bits of the
+other transports. Tested on CPU ranks by ``tests/distributed/test_device_fabric.py`` over a stand-in
+for the device library; it has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class DeviceFabric:
     ``group``.
 
     ``group``, ``rails``: see HostFabric. ``library`` is loaded on all ranks. ``node_size``: ranks
-    of a row that address each other's memory (by itself all of them); a longer row is cut into
-    nodes. Raises CollectiveError, on all ranks alike, where one cannot have a communicator.
+    of a replica that address each other's memory (by itself all of them); a longer replica is cut
+    into nodes. Raises CollectiveError, on all ranks alike, where one cannot have a communicator.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class DeviceFabric:
         self.label = "nccl"
         self.waits_on_device = True
         self.group, self.settings = group, settings
-        self.rows, self.columns = mesh.rows, mesh.columns
-        self.row, self.column = mesh.row, mesh.column
+        self.replicas, self.shards = mesh.replicas, mesh.shards
+        self.replica, self.shard = mesh.replica, mesh.shard
         self.memory: DeviceMemory | None = None
         self._streams = streams
-        self.nodes = Nodes(columns=mesh.columns, size=node_size or mesh.columns)
+        self.nodes = Nodes(shards=mesh.shards, size=node_size or mesh.shards)
         self._configs = operator_configs(mesh, self.nodes, settings, rails, groups=BLOCKS)
         compare(
             {
                 "node size": self.nodes.size,
-                "rows": mesh.rows,
-                "columns": mesh.columns,
+                "replicas": mesh.replicas,
+                "shards": mesh.shards,
                 "rails": rails,
                 "NCCL": library.call.mmd_compiled_nccl(),
                 **vars(settings),
@@ -213,7 +213,7 @@ class DeviceFabric:
         engine = self._engines["gather"]
         settings, direct = self.settings, self._engines[POOL_OWNER].capability().direct
         return (
-            f"{self.rows * self.nodes.per_row} nodes x {self.nodes.size} GPUs, gathers by"
+            f"{self.replicas * self.nodes.per_replica} nodes x {self.nodes.size} GPUs, gathers by"
             f" {'multicast stores' if engine.multimem else 'a store for each GPU'}, nodes"
             f" {'in one NVLink domain' if direct else 'over the network'}; {settings.slots} slots"
             f" of {settings.chunk_bytes // 1024} KiB a queue, {self.control_bytes / MIB:.1f} MiB of"

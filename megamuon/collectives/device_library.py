@@ -8,7 +8,7 @@ for a lower rung is a sentence. Nothing here has run on more than one GPU. Teste
 
 | rung | moves data by |
 |---|---|
-| multimem | the operators, one store or load for the GPUs of a row |
+| multimem | the operators, one store or load for the GPUs of a replica |
 | lsa | the operators, a store or load for each GPU |
 | symmetric | torch's own operations on symmetric memory (``reduce_scatter_offset``, torch 2.13) |
 | grouped | NCCL's collectives, see ``grouped.py`` |
@@ -214,5 +214,5 @@ def select_rung(capability: DeviceCapability | None = None, *, path: Path = PATH
             "reduce-scatter at offsets (2.13 has)",
         )
     if capability is None or not capability.multimem:
-        return Rung(name="lsa", reason="the GPUs of a row have no common multicast address")
+        return Rung(name="lsa", reason="the GPUs of a replica have no common multicast address")
     return Rung(name="multimem", reason="")

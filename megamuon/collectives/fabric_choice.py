@@ -87,11 +87,11 @@ def choose_fabric(grid: OperatorGrid) -> Fabric | str:
 
 
 def node_size(mesh: Mesh) -> int:
-    """Ranks of a row that are on one node, as the launcher says: the row where it fits on a node,
-    else the largest part of it that does.
+    """Ranks of a replica that are on one node, as the launcher says: the replica where it fits on a
+    node, else the largest part of it that does.
     """
     here = (local_world_size() or mesh.world_size) // mesh.tp
-    sizes = (size for size in range(min(here, mesh.columns), 0, -1) if not mesh.columns % size)
+    sizes = (size for size in range(min(here, mesh.shards), 0, -1) if not mesh.shards % size)
     return next(sizes, 1)
 
 

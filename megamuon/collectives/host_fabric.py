@@ -34,8 +34,8 @@ MIB = 1 << 20
 class HostFabric:
     """Engine and operators of a grid. Making it is collective over ``group``.
 
-    ``group`` holds the data-parallel ranks of one tensor-parallel rank, in order of rows, then
-    columns (None: a world of one). ``rails``: parameters and tiles of the column that has most, for
+    ``group`` holds the data-parallel ranks of one tensor-parallel rank, in order of replicas, then
+    shards (None: a world of one). ``rails``: parameters and tiles of the rail that has most, for
     the publish; (0, 0) where there is none. Raises SymmetricMemoryUnavailable where the ranks
     cannot share memory.
     """
@@ -49,28 +49,28 @@ class HostFabric:
         rails: tuple[int, int] = (0, 0),
         node_size: int | None = None,
     ) -> None:
-        """``node_size``: cut the rows into nodes of so many ranks, as a cluster would; by itself a
-        row is one node, since all its ranks share memory.
+        """``node_size``: cut the replicas into nodes of so many ranks, as a cluster would; by
+        itself a replica is one node, since all its ranks share memory.
         """
         SymmetricMemory(group, CONTROL_ALIGNMENT, label="probe").close()  # all ranks can, or none
         self.group = group
         self.label = "host"
         self.waits_on_device = False
         self.settings = settings = settings or ReadySettings()
-        self.nodes = Nodes(columns=mesh.columns, size=node_size or mesh.columns)
+        self.nodes = Nodes(shards=mesh.shards, size=node_size or mesh.shards)
         compare(
             {
                 "node size": self.nodes.size,
-                "rows": mesh.rows,
-                "columns": mesh.columns,
+                "replicas": mesh.replicas,
+                "shards": mesh.shards,
                 "rails": rails,
                 **vars(settings),
             },
             group,
             "the fabric",
         )
-        self.rows, self.columns = mesh.rows, mesh.columns
-        self.row, self.column = mesh.row, mesh.column
+        self.replicas, self.shards = mesh.replicas, mesh.shards
+        self.replica, self.shard = mesh.replica, mesh.shard
         self._configs = configs = operator_configs(mesh, self.nodes, settings, rails)
         end = aligned(library().engine_control_bytes())
         placed: dict[str, OperatorConfig] = {}
@@ -136,8 +136,8 @@ class HostFabric:
         """See Fabric.describe."""
         settings = self.settings
         return (
-            f"{self.rows * self.nodes.per_row} nodes x {self.nodes.size} ranks in shared memory;"
-            f" {settings.slots} slots of {settings.chunk_bytes // 1024} KiB a queue,"
+            f"{self.replicas * self.nodes.per_replica} nodes x {self.nodes.size} ranks in shared"
+            f" memory; {settings.slots} slots of {settings.chunk_bytes // 1024} KiB a queue,"
             f" {self.control_bytes / MIB:.1f} MiB of control memory a rank"
         )
 

@@ -1,4 +1,4 @@
-"""A rank's resident copies of its column's parameters, from which its row gathers.
+"""A rank's resident copies of its rail's parameters, from which its replica gathers.
 
 Owns the layout of a copy, which is also that of a message (header and payload, one behind the
 other), and the checks that every publisher makes of its tables.  Invariant: a header tells which
@@ -24,19 +24,21 @@ ALIGNMENT = 16
 class StaleCopyError(CollectiveError):
     """A leader copy holds another version than the one that the forward pass needs."""
 
-    def __init__(self, what: str, *, row: int, held: str, wanted: int, owner_row: int) -> None:
-        """``what``: the parameter; ``held``: what the copy of ``row`` holds instead of version
+    def __init__(
+        self, what: str, *, replica: int, held: str, wanted: int, owner_replica: int
+    ) -> None:
+        """``what``: the parameter; ``held``: what the copy of ``replica`` holds instead of version
         ``wanted``.
         """
         rank = dist.get_rank() if dist.is_initialized() else 0
         super().__init__(
-            f"{what}: the leader copy of rank {rank}, row {row}, holds {held}, wanted version"
-            f" {wanted} from owner row {owner_row}"
+            f"{what}: the leader copy of rank {rank}, replica {replica}, holds {held}, wanted"
+            f" version {wanted} from owner replica {owner_replica}"
         )
 
 
 class LeaderCopies:
-    """The resident copies of one column's parameters, header and payload each, in one buffer."""
+    """The resident copies of one rail's parameters, header and payload each, in one buffer."""
 
     def __init__(
         self,
@@ -119,22 +121,23 @@ def _places(sizes: Mapping[int, int], dtype: torch.dtype) -> tuple[dict[int, tup
 def check_rail(
     copies: LeaderCopies,
     names: Mapping[int, str],
-    owner_rows: Mapping[int, int],
+    owner_replicas: Mapping[int, int],
     group: dist.ProcessGroup | None,
     *,
-    row: int,
-    rows: int,
+    replica: int,
+    replicas: int,
 ) -> None:
-    """Refuse tables that do not fit the copies or the column. Raises ValueError."""
-    if group is not None and dist.get_rank(group) != row:
+    """Refuse tables that do not fit the copies or the rail. Raises ValueError."""
+    if group is not None and dist.get_rank(group) != replica:
         raise ValueError(
-            f"row {row} is rank {dist.get_rank(group)} of its replicate group: "
-            "build the group in order of rows"
+            f"replica {replica} is rank {dist.get_rank(group)} of its replicate group: "
+            "build the group in order of replicas"
         )
     for index in copies.indices:
-        if index not in names or index not in owner_rows:
-            raise ValueError(f"parameter {index} has a leader copy but no name or owner row")
-        if not 0 <= owner_rows[index] < rows:
+        if index not in names or index not in owner_replicas:
+            raise ValueError(f"parameter {index} has a leader copy but no name or owner replica")
+        if not 0 <= owner_replicas[index] < replicas:
             raise ValueError(
-                f"{names[index]}: owner row {owner_rows[index]} is outside 0..{rows - 1}"
+                f"{names[index]}: owner replica {owner_replicas[index]} is outside"
+                f" 0..{replicas - 1}"
             )

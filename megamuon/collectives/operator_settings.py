@@ -1,7 +1,7 @@
 """The settings and shapes of the operators of a grid, whichever library moves their bytes.
 
 Owns ``ReadySettings``, ``OperatorGrid``, ``Nodes`` and ``OperatorConfig``: frozen values, equal on
-all ranks. A grid is R rows (nodes) x K columns of data-parallel ranks. Tested by
+all ranks. A grid is R replicas (nodes) x K shards of data-parallel ranks. Tested by
 ``tests/distributed/test_ready.py`` and ``tests/collectives/test_host_library.py``.
 """
 
@@ -46,33 +46,35 @@ class OperatorGrid:
     settings: ReadySettings
     # A fresh communicator of the data-parallel ranks; a collective.
     new_group: Callable[[], dist.ProcessGroup | None]
-    # Parameters and publish tiles of the column that has most; (0, 0): nothing is published.
+    # Parameters and publish tiles of the rail that has most; (0, 0): nothing is published.
     rails: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """How the rows of a grid lie on nodes: ``size`` ranks of a row, side by side, on each.
+    """How the replicas of a grid lie on nodes: ``size`` ranks of a replica, side by side, on each.
 
-    A row is one node unless it is longer than a node has ranks, as under FSDP on several. Raises
-    ValueError where the size does not divide the columns.
+    A replica is one node unless it is longer than a node has ranks, as under FSDP on several.
+    Raises ValueError where the size does not divide the shards.
     """
 
-    columns: int  # of the grid
+    shards: int  # of the grid
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.columns % self.size:
-            raise ValueError(f"a row of {self.columns} ranks is not made of nodes of {self.size}")
+        if self.size < 1 or self.shards % self.size:
+            raise ValueError(
+                f"a replica of {self.shards} ranks is not made of nodes of {self.size}"
+            )
 
     @property
-    def per_row(self) -> int:
-        """Nodes of a row."""
-        return self.columns // self.size
+    def per_replica(self) -> int:
+        """Nodes of a replica."""
+        return self.shards // self.size
 
-    def place(self, row: int, column: int) -> tuple[int, int]:
-        """Node, counted row by row, and place on it."""
-        return row * self.per_row + column // self.size, column % self.size
+    def place(self, replica: int, shard: int) -> tuple[int, int]:
+        """Node, counted replica by replica, and place on it."""
+        return replica * self.per_replica + shard // self.size, shard % self.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,39 +115,39 @@ def operator_configs(
     *,
     groups: int = 1,
 ) -> dict[str, OperatorConfig]:
-    """The operators of a grid; ``ranks`` are places of the whole grid, row by row.
+    """The operators of a grid; ``ranks`` are places of the whole grid, replica by replica.
 
-    ``rails``: parameters and tiles of the column that has most, for the publish; (0, 0) where
+    ``rails``: parameters and tiles of the rail that has most, for the publish; (0, 0) where
     there is none. ``groups``: thread groups that share an operator's queues. Control memory is
     still to be placed.
     """
-    row_ranks = tuple(mesh.row * mesh.columns + k for k in range(mesh.columns))
-    column_ranks = tuple(r * mesh.columns + mesh.column for r in range(mesh.rows))
+    replica_ranks = tuple(mesh.replica * mesh.shards + k for k in range(mesh.shards))
+    rail_ranks = tuple(r * mesh.shards + mesh.shard for r in range(mesh.replicas))
     gather = OperatorConfig(
         kind="all_gather",
-        nodes=nodes.per_row,
+        nodes=nodes.per_replica,
         columns=nodes.size,
-        ranks=row_ranks,
+        ranks=replica_ranks,
         control_offset=0,
         slots=settings.slots,
         chunk_bytes=settings.chunk_bytes,
         groups=groups,
         star_bytes=settings.star_bytes // nodes.size,
     )
-    everybody = tuple(range(mesh.rows * mesh.columns))
+    everybody = tuple(range(mesh.replicas * mesh.shards))
     configs = {
         "gather": gather,
         "reduce": replace(
-            gather, kind="reduce_scatter", nodes=mesh.rows * nodes.per_row, ranks=everybody
+            gather, kind="reduce_scatter", nodes=mesh.replicas * nodes.per_replica, ranks=everybody
         ),
     }
-    if mesh.rows > 1:
-        configs["share"] = column = replace(
-            gather, nodes=mesh.rows, columns=1, ranks=column_ranks, star_bytes=settings.star_bytes
+    if mesh.replicas > 1:
+        configs["share"] = rail = replace(
+            gather, nodes=mesh.replicas, columns=1, ranks=rail_ranks, star_bytes=settings.star_bytes
         )
         if rails[0]:
             configs["publish"] = replace(
-                column,
+                rail,
                 kind="publish",
                 parameters=rails[0],
                 tiles=rails[1],

@@ -7,10 +7,10 @@ making. Invariant: all ranks make the same operators. Tested through ``HostFabri
 
 | operator | over | moves |
 |---|---|---|
-| gather | the ranks of a row, on one node or several | weights, inside the row |
+| gather | the ranks of a replica, on one node or several | weights, inside the replica |
 | reduce | all ranks, node by node | gradients, onto owners anywhere |
-| share | the ranks of a column | finished sums of what every row keeps |
-| publish | the ranks of a column | new weights, from owners to leaders |
+| share | the ranks of a rail | finished sums of what every replica keeps |
+| publish | the ranks of a rail | new weights, from owners to leaders |
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ReduceOperator(CallOperator, Protocol):
 
 
 class PublishOperator(Protocol):
-    """New weights down a column, round by round; errors and ``publish_wait`` as in CallOperator."""
+    """New weights down a rail, round by round; errors and ``publish_wait`` as in CallOperator."""
 
     def publish_parameters(
         self,
@@ -152,7 +152,7 @@ class PoolMemory(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """The operators of a rank; a grid of one row has the first two."""
+    """The operators of a rank; a grid of one replica has the first two."""
 
     gather: GatherOperator
     reduce: ReduceOperator
@@ -178,12 +178,12 @@ class Fabric(Protocol):
 
     label: str  # "host", "nccl"
     settings: ReadySettings
-    rows: int
-    columns: int
-    row: int
-    column: int
+    replicas: int
+    shards: int
+    replica: int
+    shard: int
     nodes: Nodes
-    group: dist.ProcessGroup | None  # the data-parallel ranks, in order of rows, then columns
+    group: dist.ProcessGroup | None  # the data-parallel ranks, in order of replicas, then shards
     operators: Operators
     memory: PoolMemory | None  # of gathers and reductions, once it is open
     # Whether an operator that waits occupies the device: then nothing that synchronises the device

@@ -1,10 +1,11 @@
-"""The cross-step publish: an owner sends its updated parameters to the leaders of the other rows.
+"""The cross-step publish: an owner sends its updated parameters to the leaders of the other
+replicas.
 
 Owns the transfers into the leaders' resident copies (``leader_copies.py``; DMuon-2, sections 4.2,
-4.3, 5.3 and appendix C.2).  On a grid of R rows and K columns every matrix has a *leader* in each
-row, the rank in the owner's column, so that a parameter crosses nodes once per step.  A message is
-header and payload as they lie in the copies: it carries its version and arrives in place, without
-staging.
+4.3, 5.3 and appendix C.2).  On a grid of R replicas and K shards every matrix has a *leader* in
+each replica, the rank of the owner's rail, so that a parameter crosses nodes once per step.  A
+message is header and payload as they lie in the copies: it carries its version and arrives in
+place, without staging.
 
 Invariants:
 
@@ -15,12 +16,12 @@ Invariants:
 * An owner writes a payload only after an ``expect`` that names it, which waits until the last
   sends of that payload are over.
 * On Gloo each parameter has its own tag, so neither delays nor orders of the updates on different
-  ranks can swap two messages.  On NCCL each column has one frozen order of broadcasts.
+  ranks can swap two messages.  On NCCL each rail has one frozen order of broadcasts.
 
 Gloo's point-to-point handles never report completion without a ``wait`` and hang in a second one,
 so a handle is taken out of its list before it is waited for, and exactly once. Tested by
 ``tests/collectives/test_publish_copies.py`` and ``tests/distributed/test_publish.py``; the NCCL
-path needs a GPU per row, and its order is tested with Gloo's broadcasts.
+path needs a GPU per replica, and its order is tested with Gloo's broadcasts.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from megamuon.collectives.traffic import Traffic
 
 
 class Publisher:
-    """Sends this row's updated parameters to the other rows and receives theirs.
+    """Sends this replica's updated parameters to the other replicas and receives theirs.
 
-    Per step, on every rank of the column: ``expect`` once, ``publish`` for each own parameter,
+    Per step, on every rank of the rail: ``expect`` once, ``publish`` for each own parameter,
     ``finish_round`` once; then ``wait`` before each layer that is gathered. ``waited_seconds`` is
     the time blocked in ``wait`` and ``drain``.
     """
@@ -50,20 +51,21 @@ class Publisher:
         copies: LeaderCopies,
         *,
         names: Mapping[int, str],
-        owner_rows: Mapping[int, int],
+        owner_replicas: Mapping[int, int],
         group: dist.ProcessGroup | None,
-        row: int,
+        replica: int,
         traffic: Traffic | None = None,
         ordered: bool | None = None,
     ) -> None:
-        """``group``: the column, its own communicator, ranks in order of rows; None for one row.
+        """``group``: the rail, its own communicator, ranks in order of replicas; None for one
+        replica.
 
         ``ordered`` chooses broadcasts in one frozen order over tagged sends; by default NCCL's
         buffers are ordered and Gloo's are not. Raises ValueError where the tables do not fit.
         """
-        self.copies, self.names, self.owner_rows = copies, dict(names), dict(owner_rows)
-        self.group, self.row, self.traffic = group, row, traffic
-        self.rows = dist.get_world_size(group) if group is not None else 1
+        self.copies, self.names, self.owner_replicas = copies, dict(names), dict(owner_replicas)
+        self.group, self.replica, self.traffic = group, replica, traffic
+        self.replicas = dist.get_world_size(group) if group is not None else 1
         self.ordered = copies.buffer.is_cuda if ordered is None else ordered
         self.waited_seconds = 0.0
         self._version = 0
@@ -71,14 +73,16 @@ class Publisher:
         self._unpublished: set[int] = set()  # own parameters of the round that are not written yet
         self._cursor = 0  # ordered: how far the round's broadcasts are issued
         self._receives: dict[int, dist.Work] = {}
-        self._sends: dict[int, list[tuple[int, dist.Work]]] = {}  # (row, handle)
+        self._sends: dict[int, list[tuple[int, dist.Work]]] = {}  # (replica, handle)
         self._checks: list[_Check] = []
-        check_rail(copies, self.names, self.owner_rows, group, row=row, rows=self.rows)
+        check_rail(
+            copies, self.names, self.owner_replicas, group, replica=replica, replicas=self.replicas
+        )
 
     def expect(self, order: Sequence[int], version: int) -> None:
-        """Open a round: these parameters of the column get ``version``, in this order.
+        """Open a round: these parameters of the rail get ``version``, in this order.
 
-        Called on all ranks of the column at the same point, after the last gather that reads the
+        Called on all ranks of the rail at the same point, after the last gather that reads the
         old copies. Waits for what is left of older transfers of the same parameters, so that on
         return an owner may overwrite its payloads. Raises ValueError for an unknown or repeated
         parameter or where an own parameter of the last round was never published, and
@@ -94,32 +98,34 @@ class Publisher:
             self._finish_receive(index)
             self._finish_sends(index)
         self._order, self._version, self._cursor = tuple(order), version, 0
-        self._unpublished = {index for index in order if self.owner_rows[index] == self.row}
+        self._unpublished = {index for index in order if self.owner_replicas[index] == self.replica}
         if self.ordered:
             self._issue()
         elif self.group is not None:
             for index in order:
-                if self.owner_rows[index] != self.row:
+                if self.owner_replicas[index] != self.replica:
                     self._post_receive(index)
 
     def publish(self, index: int) -> None:
         """Stamp an own parameter, whose payload is written, and send it; returns at once.
 
-        Raises ValueError where the parameter is not this row's or not in the round, or was
+        Raises ValueError where the parameter is not this replica's or not in the round, or was
         published already.
         """
         if index not in self._unpublished:
             name = self.names.get(index, f"parameter {index}")
-            owner = self.owner_rows.get(index)
-            if owner != self.row:
-                raise ValueError(f"{name}: row {self.row} publishes it, but row {owner} owns it")
+            owner = self.owner_replicas.get(index)
+            if owner != self.replica:
+                raise ValueError(
+                    f"{name}: replica {self.replica} publishes it, but replica {owner} owns it"
+                )
             raise ValueError(
                 f"{name}: not expected at version {self._version}, or published already"
             )
         self.copies.stamp(index, self._version)
         self._unpublished.remove(index)
-        if self.traffic is not None and self.rows > 1:
-            nbytes = self.copies.message(index).numel() * (self.rows - 1)
+        if self.traffic is not None and self.replicas > 1:
+            nbytes = self.copies.message(index).numel() * (self.replicas - 1)
             self.traffic.sent("publish", "replicate", nbytes)
         if self.ordered:
             self._issue()
@@ -167,7 +173,7 @@ class Publisher:
 
     def fence(self) -> None:
         """Before a round that follows another without a training step in between; a collective
-        over the column. Nothing to do here: receives are posted round by round.
+        over the rail. Nothing to do here: receives are posted round by round.
         """
 
     def drain(self) -> None:
@@ -197,10 +203,12 @@ class Publisher:
     def _refuse_unpublished(self) -> None:
         if self._unpublished:
             names = ", ".join(self.names[index] for index in sorted(self._unpublished))
-            raise ValueError(f"row {self.row} never published version {self._version} of {names}")
+            raise ValueError(
+                f"replica {self.replica} never published version {self._version} of {names}"
+            )
 
     def _post_receive(self, index: int) -> None:
-        owner = self.owner_rows[index]
+        owner = self.owner_replicas[index]
         try:
             self._receives[index] = dist.irecv(
                 self.copies.message(index), self._peer(owner), group=self.group, tag=index
@@ -212,15 +220,17 @@ class Publisher:
         if self.group is None:
             return
         sends = self._sends.setdefault(index, [])
-        for step in range(1, self.rows):  # the next row first, so that no row is everyone's first
-            row = (self.row + step) % self.rows
+        for step in range(
+            1, self.replicas
+        ):  # the next replica first, so that no replica is everyone's first
+            replica = (self.replica + step) % self.replicas
             try:
                 handle = dist.isend(
-                    self.copies.message(index), self._peer(row), group=self.group, tag=index
+                    self.copies.message(index), self._peer(replica), group=self.group, tag=index
                 )
             except RuntimeError as error:
-                raise self._lost("send", index, row) from error
-            sends.append((row, handle))
+                raise self._lost("send", index, replica) from error
+            sends.append((replica, handle))
 
     def _issue(self) -> None:
         """Ordered: broadcast on, up to the first own parameter that is not written yet."""
@@ -231,14 +241,14 @@ class Publisher:
             self._cursor += 1
             if self.group is None:
                 continue
-            owner = self.owner_rows[index]
+            owner = self.owner_replicas[index]
             try:
                 handle = dist.broadcast(
                     self.copies.message(index), self._peer(owner), group=self.group, async_op=True
                 )
             except RuntimeError as error:
                 raise self._lost("broadcast", index, owner) from error
-            if owner == self.row:
+            if owner == self.replica:
                 self._sends.setdefault(index, []).append((owner, handle))
             else:
                 self._receives[index] = handle
@@ -246,27 +256,27 @@ class Publisher:
     def _finish_receive(self, index: int) -> None:
         handle = self._receives.pop(index, None)
         if handle is not None:
-            self._wait_for(handle, "receive", index, self.owner_rows[index])
+            self._wait_for(handle, "receive", index, self.owner_replicas[index])
 
     def _finish_sends(self, index: int) -> None:
-        for row, handle in self._sends.pop(index, ()):
-            self._wait_for(handle, "send", index, row)
+        for replica, handle in self._sends.pop(index, ()):
+            self._wait_for(handle, "send", index, replica)
 
-    def _wait_for(self, handle: dist.Work, action: str, index: int, row: int) -> None:
+    def _wait_for(self, handle: dist.Work, action: str, index: int, replica: int) -> None:
         try:
             handle.wait()
         except RuntimeError as error:
-            raise self._lost(action, index, row) from error
+            raise self._lost(action, index, replica) from error
 
-    def _lost(self, action: str, index: int, row: int) -> CollectiveError:
+    def _lost(self, action: str, index: int, replica: int) -> CollectiveError:
         side = "to" if action == "send" else "from"
         return CollectiveError(
-            f"publish of {self.names[index]}: {action} {side} row {row} failed on row {self.row} "
-            f"(rank {dist.get_rank()}); a peer of the column was lost"
+            f"publish of {self.names[index]}: {action} {side} replica {replica} failed on"
+            f" replica {self.replica} (rank {dist.get_rank()}); a peer of the rail was lost"
         )
 
-    def _peer(self, row: int) -> int:
-        return dist.get_global_rank(self.group, row)
+    def _peer(self, replica: int) -> int:
+        return dist.get_global_rank(self.group, replica)
 
     def _settle_checks(self, *, block: bool = True) -> None:
         """Compare the headers that have been read, in order; all of them if ``block``."""
@@ -282,10 +292,10 @@ class Publisher:
     def _stale(self, index: int, version: int, held: int, label: int) -> StaleCopyError:
         return StaleCopyError(
             f"{self.names[index]} (parameter {index})",
-            row=self.row,
+            replica=self.replica,
             held=f"version {held}" if label == index else f"a message of parameter {label}",
             wanted=version,
-            owner_row=self.owner_rows[index],
+            owner_replica=self.owner_replicas[index],
         )
 
 

@@ -30,7 +30,7 @@ from megamuon.collectives.two_stage import TwoStageReducer, TwoStageTable
 
 
 class ReadyTransport(Transport):
-    """AllGatherV inside the row: pooled buffers by the operator, all others by ``fallback``."""
+    """AllGatherV inside the replica: pooled buffers by the operator, all others by ``fallback``."""
 
     name = "ready"
 
@@ -71,7 +71,7 @@ class ReadyTransport(Transport):
         first: bool,
         divisor: int | None = None,
     ) -> Work:
-        """A plain reduction along the row; pooled gradients go through ReadyReducer instead."""
+        """A plain reduction along the replica; pooled gradients go through ReadyReducer instead."""
         return self.fallback.reduce_scatter_v(slots, table, window, first=first, divisor=divisor)
 
     def check_schedules(self, tables: list[GatherTable]) -> None:
@@ -121,7 +121,7 @@ class ReadyTransport(Transport):
         try:
             return self._operator.all_gather_table(
                 nodes=[node for node, _ in places],
-                columns=[column for _, column in places],
+                columns=[shard for _, shard in places],
                 offsets=[s.offset * itemsize for s in segments],
                 nbytes=[s.numel * itemsize for s in segments],
                 name=self._names.get(id(table), f"gather {len(self._tables)}"),
@@ -132,45 +132,49 @@ class ReadyTransport(Transport):
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """``numel`` elements at ``offset`` of a group's slots, summed at (row, column), ``window``
+    """``numel`` elements at ``offset`` of a group's slots, summed at (replica, shard), ``window``
     elements into that rank's window of the group.
     """
 
-    row: int
-    column: int
+    replica: int
+    shard: int
     offset: int
     numel: int
     window: int
 
 
 def owned_pieces(table: TwoStageTable) -> Iterator[OwnedPiece]:
-    """What a reduction sums where, segment by segment; pieces that all rows keep at row 0."""
-    for column, pieces in enumerate(table.rows):
-        held = iter(table.columns.of(column))
+    """What a reduction sums where, segment by segment; pieces that all replicas keep at replica
+    0.
+    """
+    for shard, pieces in enumerate(table.replicas):
+        held = iter(table.shards.of(shard))
         segment = next(held, None)
         used = 0  # elements of the segment that are taken
-        filled: dict[int, int] = {}  # per row: elements of its window so far
-        rows = {piece.row for piece in pieces}
+        filled: dict[int, int] = {}  # per replica: elements of its window so far
+        replicas = {piece.replica for piece in pieces}
         for piece in pieces:
-            row = piece.row or 0
+            replica = piece.replica or 0
             left = piece.numel
             while left and segment is not None:
                 taken = min(left, segment.numel - used)
-                yield OwnedPiece(row, column, segment.offset + used, taken, filled.get(row, 0))
-                filled[row] = filled.get(row, 0) + taken
+                yield OwnedPiece(
+                    replica, shard, segment.offset + used, taken, filled.get(replica, 0)
+                )
+                filled[replica] = filled.get(replica, 0) + taken
                 left, used = left - taken, used + taken
                 if used == segment.numel:
                     segment, used = next(held, None), 0
-        if None in rows and len(rows) > 1:
+        if None in replicas and len(replicas) > 1:
             raise ValueError(
-                f"column {column} mixes pieces of one row with pieces that all rows keep: their "
-                "windows differ from row to row, which takes the grouped reduction"
+                f"shard {shard} mixes pieces of one replica with pieces that all replicas keep:"
+                " their windows differ from replica to replica, which takes the grouped reduction"
             )
 
 
 class _Reduction(StagedWork):
     """A reduction by the operator. ``advance`` never blocks: the operator's own stages need no
-    help; what all rows keep is shared when the sums are there, in the order of the calls.
+    help; what all replicas keep is shared when the sums are there, in the order of the calls.
     """
 
     def advance(self) -> None:
@@ -241,7 +245,7 @@ class ReadyReducer:
         number = self._table(table, slots.dtype, window.dtype)
         with stage(STAGE_1):
             ticket = self._operator.reduce_scatter(
-                number, base, at, first=first, divisor=self.fallback.rows * self.fallback.columns
+                number, base, at, first=first, divisor=self.fallback.replicas * self.fallback.shards
             )
         work = Work(handles=[Ticket(self._operator, ticket)], borrows=True, name="reduction")
         later: list[tuple[str, Callable[[], Work]]] = []
@@ -253,10 +257,10 @@ class ReadyReducer:
         key = (id(table), slot, window)
         if key not in self._tables:
             pieces = [piece for piece in owned_pieces(table) if piece.numel]
-            places = [self.fabric.nodes.place(p.row, p.column) for p in pieces]
+            places = [self.fabric.nodes.place(p.replica, p.shard) for p in pieces]
             self._tables[key] = self._operator.reduce_scatter_table(
                 nodes=[node for node, _ in places],
-                columns=[column for _, column in places],
+                columns=[shard for _, shard in places],
                 offsets=[p.offset for p in pieces],
                 numels=[p.numel for p in pieces],
                 windows=[p.window for p in pieces],
@@ -272,19 +276,19 @@ class ReadyReducer:
         return held.name if held is not None and held.name else otherwise
 
     def _share_work(self, table: TwoStageTable, at: int, dtype: torch.dtype) -> Work:
-        """Row 0's window, which holds the finished sums, to every row."""
+        """Replica 0's window, which holds the finished sums, to every replica."""
         assert self._share is not None
         ticket = self._share.all_gather(self._share_table(table, dtype), at)
         return Work(handles=[Ticket(self._share, ticket)], name="reduction")
 
     def _shares_of(self, table: TwoStageTable) -> bool:
-        return self._share is not None and _kept_by_all_rows(table)
+        return self._share is not None and _kept_by_all_replicas(table)
 
     def _share_table(self, table: TwoStageTable, dtype: torch.dtype) -> int:
         assert self._share is not None
         key = (id(table), dtype)
         if key not in self._shares:
-            nbytes = table.columns.sizes[self.fabric.column] * dtype.itemsize
+            nbytes = table.shards.sizes[self.fabric.shard] * dtype.itemsize
             self._shares[key] = self._share.all_gather_table(
                 nodes=[0],
                 columns=[0],
@@ -295,20 +299,22 @@ class ReadyReducer:
         return self._shares[key]
 
     def _count(self, table: TwoStageTable, window: Tensor) -> None:
-        """What the operator sends: contributions inside the row, partial sums along the column."""
+        """What the operator sends: contributions inside the replica, partial sums along the
+        rail.
+        """
         fallback = self.fallback
-        fallback.transport.count_reduction(table.columns)
-        if fallback.rows == 1:
+        fallback.transport.count_reduction(table.shards)
+        if fallback.replicas == 1:
             return
-        pieces = table.rows[fallback.column]
-        kept_here = sum(p.numel for p in pieces if (p.row or 0) == fallback.row)
+        pieces = table.replicas[fallback.shard]
+        kept_here = sum(p.numel for p in pieces if (p.replica or 0) == fallback.replica)
         fallback.count(
-            (table.columns.sizes[fallback.column] - kept_here) * fallback.wire_dtype.itemsize
+            (table.shards.sizes[fallback.shard] - kept_here) * fallback.wire_dtype.itemsize
         )
-        if fallback.row == 0:
-            shared = sum(p.numel for p in pieces if p.row is None)
-            fallback.count(shared * (fallback.rows - 1) * window.element_size())
+        if fallback.replica == 0:
+            shared = sum(p.numel for p in pieces if p.replica is None)
+            fallback.count(shared * (fallback.replicas - 1) * window.element_size())
 
 
-def _kept_by_all_rows(table: TwoStageTable) -> bool:
-    return any(piece.row is None for pieces in table.rows for piece in pieces)
+def _kept_by_all_replicas(table: TwoStageTable) -> bool:
+    return any(piece.replica is None for pieces in table.replicas for piece in pieces)

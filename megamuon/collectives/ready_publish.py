@@ -1,4 +1,4 @@
-"""The cross-step publish by the persistent operator: one stream of tiles down each column.
+"""The cross-step publish by the persistent operator: one stream of tiles down each rail.
 
 Owns ``ReadyPublisher``, which has the methods of ``publish.Publisher``.  Invariants: a copy's
 version is the number in the operator's flag, which is raised after the last byte is in place; a
@@ -20,9 +20,9 @@ from megamuon.collectives.traffic import Traffic
 
 
 class ReadyPublisher:
-    """Sends this row's updated parameters down the column and passes on those of the others.
+    """Sends this replica's updated parameters down the rail and passes on those of the others.
 
-    The copies lie at ``offset`` of every rank's copies memory, in one order on the column.
+    The copies lie at ``offset`` of every rank's copies memory, in one order on the rail.
     """
 
     def __init__(
@@ -31,32 +31,39 @@ class ReadyPublisher:
         fabric: Fabric,
         *,
         names: Mapping[int, str],
-        owner_rows: Mapping[int, int],
+        owner_replicas: Mapping[int, int],
         group: dist.ProcessGroup | None,
-        row: int,
+        replica: int,
         traffic: Traffic | None = None,
     ) -> None:
-        self.copies, self.names, self.owner_rows = copies, dict(names), dict(owner_rows)
-        self.group, self.row, self.traffic, self.rows = group, row, traffic, fabric.rows
+        self.copies, self.names, self.owner_replicas = copies, dict(names), dict(owner_replicas)
+        self.group, self.replica, self.traffic, self.replicas = (
+            group,
+            replica,
+            traffic,
+            fabric.replicas,
+        )
         self.waited_seconds = 0.0
         self._operator = fabric.operators.publish
-        check_rail(copies, self.names, self.owner_rows, group, row=row, rows=self.rows)
+        check_rail(
+            copies, self.names, self.owner_replicas, group, replica=replica, replicas=self.replicas
+        )
         self._position = {index: place for place, index in enumerate(copies.indices)}
         self._version = 0
         self._unpublished: set[int] = set()
         places = [copies.place(index) for index in copies.indices]
-        # No round before every rank of the column knows the list, and the same list.
+        # No round before every rank of the rail knows the list, and the same list.
         compare(
             {
-                self.names[index]: (index, self.owner_rows[index], *place)
+                self.names[index]: (index, self.owner_replicas[index], *place)
                 for index, place in zip(copies.indices, places, strict=True)
             }
             | {"parameters": len(places)},
             group,
-            "the publish (owner row, bytes)",
+            "the publish (owner replica, bytes)",
         )
         self._operator.publish_parameters(
-            nodes=[self.owner_rows[index] for index in copies.indices],
+            nodes=[self.owner_replicas[index] for index in copies.indices],
             offsets=[start for start, _ in places],
             nbytes=[nbytes for _, nbytes in places],
             names=[self.names[index] for index in copies.indices],
@@ -74,22 +81,24 @@ class ReadyPublisher:
         self.drain()
         self._operator.publish_begin([self._position[index] for index in order], version)
         self._version = version
-        self._unpublished = {index for index in order if self.owner_rows[index] == self.row}
+        self._unpublished = {index for index in order if self.owner_replicas[index] == self.replica}
 
     def publish(self, index: int) -> None:
         """See Publisher.publish."""
         if index not in self._unpublished:
             name = self.names.get(index, f"parameter {index}")
-            owner = self.owner_rows.get(index)
-            if owner != self.row:
-                raise ValueError(f"{name}: row {self.row} publishes it, but row {owner} owns it")
+            owner = self.owner_replicas.get(index)
+            if owner != self.replica:
+                raise ValueError(
+                    f"{name}: replica {self.replica} publishes it, but replica {owner} owns it"
+                )
             raise ValueError(
                 f"{name}: not expected at version {self._version}, or published already"
             )
         self._unpublished.remove(index)
         self.copies.stamp(index, self._version)
         if self.traffic is not None:
-            nbytes = self.copies.place(index)[1] * (self.rows - 1)
+            nbytes = self.copies.place(index)[1] * (self.replicas - 1)
             self.traffic.sent("publish", "replicate", nbytes)
         self._operator.publish_task(self._position[index])
 
@@ -111,10 +120,10 @@ class ReadyPublisher:
             index = wanted[place]
             raise StaleCopyError(
                 f"{self.names[index]} (parameter {index})",
-                row=self.row,
+                replica=self.replica,
                 held=f"version {held}",
                 wanted=versions[place],
-                owner_row=self.owner_rows[index],
+                owner_replica=self.owner_replicas[index],
             )
 
     def arrived(self, indices: Iterable[int], expected: Mapping[int, int]) -> bool:
@@ -130,7 +139,7 @@ class ReadyPublisher:
         return wanted, [self._position[i] for i in wanted], [expected[i] for i in wanted]
 
     def fence(self) -> None:
-        """See Publisher.fence: every rank of the column has passed on the round before."""
+        """See Publisher.fence: every rank of the rail has passed on the round before."""
         self.drain()
         barrier(self.group)
 
@@ -153,4 +162,6 @@ class ReadyPublisher:
     def _refuse_unpublished(self) -> None:
         if self._unpublished:
             names = ", ".join(self.names[index] for index in sorted(self._unpublished))
-            raise ValueError(f"row {self.row} never published version {self._version} of {names}")
+            raise ValueError(
+                f"replica {self.replica} never published version {self._version} of {names}"
+            )

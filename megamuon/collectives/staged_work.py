@@ -2,7 +2,7 @@
 
 Owns ``StagedWork``. Invariant: the later stages of all works in one queue start in the order in
 which the works were made, whichever way a rank mixes ``advance()`` and ``wait()``, so the ranks of
-a column cannot misalign each other's collectives. Tested by
+a rail cannot misalign each other's collectives. Tested by
 ``tests/collectives/test_staged_work.py``.
 """
 
@@ -14,13 +14,13 @@ from contextlib import contextmanager
 
 from megamuon.collectives.base import CollectiveError, Work
 
-STAGE_1 = "stage 1 (inside the row)"
-STAGE_2 = "stage 2 (along the column)"
-STAGE_2_SHARE = "stage 2 (finished sums to all rows)"
+STAGE_1 = "stage 1 (inside the replica)"
+STAGE_2 = "stage 2 (along the rail)"
+STAGE_2_SHARE = "stage 2 (finished sums to all replicas)"
 
 
 class StagedWork:
-    """A reduction in flight, in stages. Whichever way the ranks of a column mix ``advance()`` and
+    """A reduction in flight, in stages. Whichever way the ranks of a rail mix ``advance()`` and
     ``wait()``, the later stages start in the order of the ``reduce`` calls: a work first starts all
     stages of those before it in ``queue``.
     """

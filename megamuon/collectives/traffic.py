@@ -5,7 +5,7 @@ formulas.  What is counted is the logical payload, each collective in the dtype 
 
 * a gather: the segments that this rank holds, once for each other member of the group;
 * a reduction: the bytes of this rank's contributions to the other members' segments;
-* a publish: header and payload, once for each other row;
+* a publish: header and payload, once for each other replica;
 * padding, where an operation pads (the ``padded`` transport), because it travels as well.
 
 Not counted: what tensor parallelism sends inside the model's layers; bytes that stay on the rank,
@@ -73,10 +73,10 @@ class Traffic:
         """Start again at zero."""
         self._counts.clear()
 
-    def _total(self, operation: str | None, axis: str | None, column: int) -> int:
+    def _total(self, operation: str | None, axis: str | None, part: int) -> int:
         _check(operation, axis)
         return sum(
-            count[column]
+            count[part]
             for (held_operation, held_axis), count in self._counts.items()
             if operation in (None, held_operation) and axis in (None, held_axis)
         )

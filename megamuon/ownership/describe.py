@@ -37,7 +37,9 @@ def plan_figures(
     seconds: float,
 ) -> dict[str, object]:
     """Everything that a plan's figures are, as one JSON object."""
-    content, kinds = asdict(report), asdict(resources)
+    content = asdict(report)
+    # The JSON's keys are older than the word for replicas.
+    kinds = {key.replace("_replicas", "_rows"): held for key, held in asdict(resources).items()}
     return {
         **{key: content[key] for key in _REPORT_KEYS},
         "plan_seconds": round(seconds, 4),
@@ -56,7 +58,7 @@ def describe_plan(plan: OwnershipPlan, report: PlanReport, seconds: float) -> st
     tp = f", each {grid.tp} tensor-parallel ranks" if grid.tp > 1 else ""
     lines = [
         f"{report.units} units on {grid.world} ranks"
-        f" ({grid.rows} rows x {grid.columns} columns{tp}),"
+        f" ({grid.replicas} replicas x {grid.shards} shards{tp}),"
         f" policy {plan.settings.policy}, planned in {seconds:.3f} s",
         f"  ranks without a unit: {report.idle_ranks}",
         f"{'rail':>6} {'parameters':>11} {'MiB':>11} {'NS ms':>11}",

@@ -2,21 +2,21 @@
 
 Owns the arithmetic of MatrixFSDP's gamma (section 4.2) and the expansion of a plan into bytes per
 rank: parameters, gradients, optimizer state, workspace, and what a step sends and receives inside
-the rows and across them. Invariant: pure; summed over ranks, the bytes moved are the closed forms
-2(N-1)P at ZeRO-2, 3(N-1)P at ZeRO-3 and 2(R-1)P across rows. Everything is counted at
+the replicas and across them. Invariant: pure; summed over ranks, the bytes moved are the closed
+forms 2(N-1)P at ZeRO-2, 3(N-1)P at ZeRO-3 and 2(R-1)P across replicas. Everything is counted at
 tensor-parallel rank 0, whose pieces are the largest. Tested by
 ``tests/ownership/test_estimate.py``.
 
 [Note: what the estimate assumes]
 
-A gather sends each segment from its holder straight to the other ranks of the row, and a reduction
-the other way. Groups that stay gathered (the root's loose parameters, a table tied to a head) are
-gathered once per pass at ZeRO-3 too; at ZeRO-1 weights are gathered once per step, after the
-update. Each micro-batch is reduced. Across rows, gradients of owned parameters go to the owner,
-slices are all-reduced as in plain HSDP, and owned parameters are published. Workspace: gathered
-buffers (at ZeRO-3 the largest group, the one prefetched and those that stay; at ZeRO-2 all),
-gradient slots of two groups (one is written, one is reduced) and the largest owner window. Padding
-of buffers to an alignment and what a library allocates for itself are not in it.
+A gather sends each segment from its holder straight to the other ranks of the replica, and a
+reduction the other way. Groups that stay gathered (the root's loose parameters, a table tied to a
+head) are gathered once per pass at ZeRO-3 too; at ZeRO-1 weights are gathered once per step, after
+the update. Each micro-batch is reduced. Across replicas, gradients of owned parameters go to the
+owner, slices are all-reduced as in plain HSDP, and owned parameters are published. Workspace:
+gathered buffers (at ZeRO-3 the largest group, the one prefetched and those that stay; at ZeRO-2
+all), gradient slots of two groups (one is written, one is reduced) and the largest owner window.
+Padding of buffers to an alignment and what a library allocates for itself are not in it.
 """
 
 from __future__ import annotations
@@ -52,30 +52,30 @@ class ResourceEstimate:
     gradients: tuple[int, ...]  # reduced, on their owners
     optimizer_state: tuple[int, ...]
     workspace: tuple[int, ...]
-    sent_inside_rows: tuple[int, ...]  # per step, as the rest
-    received_inside_rows: tuple[int, ...]
-    sent_across_rows: tuple[int, ...]
-    received_across_rows: tuple[int, ...]
+    sent_inside_replicas: tuple[int, ...]  # per step, as the rest
+    received_inside_replicas: tuple[int, ...]
+    sent_across_replicas: tuple[int, ...]
+    received_across_replicas: tuple[int, ...]
 
 
 def block_fanouts(plan: OwnershipPlan) -> tuple[BlockFanout, ...]:
     """gamma_B = max_r O_(B,r) / (P_B / W) of every block with owned parameters, in registration
-    order. W is the shard span, the ranks of a row; under HSDP the parameters of all owners of a
-    column leave from the one rank of that column in each row.
+    order. W is the shard span, the ranks of a replica; under HSDP the parameters of all owners of a
+    shard leave from the one rank of that rail in each replica.
     """
-    columns = plan.topology.columns
+    shards = plan.topology.shards
     held: dict[str, np.ndarray] = {}
     for parameter in plan.parameters:
         if parameter.layout is Layout.OWNER:
-            block = held.setdefault(parameter.layer, np.zeros(columns, dtype=np.int64))
-            column = plan.topology.column_of(plan.owner_of(parameter.name))
-            block[column] += parameter.piece_numel(0) * plan.settings.bytes_per_element
+            block = held.setdefault(parameter.layer, np.zeros(shards, dtype=np.int64))
+            shard = plan.topology.shard_of(plan.owner_of(parameter.name))
+            block[shard] += parameter.piece_numel(0) * plan.settings.bytes_per_element
     return tuple(
         BlockFanout(
             block=name,
             bytes=int(sizes.sum()),
             busiest_bytes=int(sizes.max()),
-            gamma=float(sizes.max() * columns / sizes.sum()) if sizes.sum() else 0.0,
+            gamma=float(sizes.max() * shards / sizes.sum()) if sizes.sum() else 0.0,
         )
         for name, sizes in held.items()
     )
@@ -86,14 +86,14 @@ class _Group:
     """Elements of one gather group: held by each rank, whole and trainable alone."""
 
     stays: bool  # gathered once per pass, whatever the stage
-    owned: np.ndarray  # [rows, columns]
-    sliced: np.ndarray  # [rows, columns]; every row holds the same
+    owned: np.ndarray  # [replicas, shards]
+    sliced: np.ndarray  # [replicas, shards]; every replica holds the same
     owned_trainable: np.ndarray
     sliced_trainable: np.ndarray
 
     @property
     def led(self) -> np.ndarray:
-        """Elements that each column sends into its row, [columns]."""
+        """Elements that each rail sends into its replica, [shards]."""
         return self.owned.sum(axis=0) + self.sliced[0]
 
     @property
@@ -108,12 +108,12 @@ def _groups(plan: OwnershipPlan) -> list[_Group]:
     for parameter in plan.parameters:
         key = group_of(parameter)
         if key not in found:
-            blank = [np.zeros((grid.rows, grid.columns), dtype=np.int64) for _ in range(4)]
+            blank = [np.zeros((grid.replicas, grid.shards), dtype=np.int64) for _ in range(4)]
             found[key] = _Group(key.kept, *blank)
         group = found[key]
         for rank, start, stop in plan.segments(parameter.name):
             if parameter.layout is Layout.OWNER:
-                place: tuple[object, int] = (grid.row_of(rank), grid.column_of(rank))
+                place: tuple[object, int] = (grid.replica_of(rank), grid.shard_of(rank))
                 whole, trainable = group.owned, group.owned_trainable
             else:
                 place = (slice(None), rank)
@@ -132,17 +132,17 @@ def state_bytes(parameter: LogicalParameter, elements: int) -> int:
 
 
 def optimizer_bytes(plan: OwnershipPlan) -> np.ndarray:
-    """Bytes of optimizer state per rank; every row holds the even slices of its columns."""
+    """Bytes of optimizer state per rank; every replica holds the even slices of its shards."""
     grid = plan.topology
     held = np.zeros(grid.world, dtype=np.int64)
-    by_row = held.reshape(grid.rows, grid.columns)
+    by_replica = held.reshape(grid.replicas, grid.shards)
     for parameter in plan.parameters:
         for rank, start, stop in plan.segments(parameter.name):
             size = state_bytes(parameter, stop - start)
             if parameter.layout is Layout.OWNER:
                 held[rank] += size
             else:
-                by_row[:, rank] += size
+                by_replica[:, rank] += size
     return held
 
 
@@ -151,7 +151,7 @@ def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 
 def _workspace(groups: Sequence[_Group], stage: int, width: int, reduce_width: int) -> np.ndarray:
-    """Bytes per column."""
+    """Bytes per shard."""
     sizes = [int(group.led.sum()) for group in groups]
     slots = sorted((int(group.led_trainable.sum()) for group in groups), reverse=True)[:2]
     if stage == 1:
@@ -185,8 +185,8 @@ def estimate(
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
     grid, width = plan.topology, plan.settings.bytes_per_element
-    rows, columns = grid.rows, grid.columns
-    shape = (rows, columns)
+    replicas, shards = grid.replicas, grid.shards
+    shape = (replicas, shards)
     groups = _groups(plan)
     if not groups:
         return ResourceEstimate(**dict.fromkeys(_KINDS, (0,) * grid.world))
@@ -196,8 +196,8 @@ def estimate(
     everything = int(_total(g.led for g in groups).sum())
     if zero_stage == 1:
         resident = np.full(shape, everything)
-    else:  # leaders keep a copy of what the owners of their column publish to them
-        resident = np.broadcast_to(owned.sum(axis=0) * (rows > 1), shape)
+    else:  # leaders keep a copy of what the owners of their shard publish to them
+        resident = np.broadcast_to(owned.sum(axis=0) * (replicas > 1), shape)
 
     sent = received = np.int64(0)
     for group in groups:
@@ -207,26 +207,26 @@ def estimate(
             if zero_stage == 1
             else micro_batches * (2 if zero_stage == 3 and not group.stays else 1)
         )
-        sent = sent + gathers * width * (columns - 1) * led
+        sent = sent + gathers * width * (shards - 1) * led
         received = received + gathers * width * (led.sum() - led)
         sent = sent + micro_batches * reduce_bytes * (mine.sum() - mine)
-        received = received + micro_batches * reduce_bytes * (columns - 1) * mine
-    others = trained.sum(axis=0) - trained  # owned by the other ranks of the column
+        received = received + micro_batches * reduce_bytes * (shards - 1) * mine
+    others = trained.sum(axis=0) - trained  # owned by the other ranks of the rail
     reduced = micro_batches * reduce_bytes
-    ring = 2 * (rows - 1) * slices * reduced // rows
+    ring = 2 * (replicas - 1) * slices * reduced // replicas
     figures = {
         "parameters": (owned + sliced) * master_bytes + resident * width,
         "gradients": (trained + slices) * master_bytes,
         "optimizer_state": optimizer_bytes(plan),
         "workspace": _workspace(groups, zero_stage, width, reduce_bytes),
-        "sent_inside_rows": sent,
-        "received_inside_rows": received,
-        "sent_across_rows": others * reduced + (rows - 1) * trained * width + ring,
-        "received_across_rows": (rows - 1) * trained * reduced + others * width + ring,
+        "sent_inside_replicas": sent,
+        "received_inside_replicas": received,
+        "sent_across_replicas": others * reduced + (replicas - 1) * trained * width + ring,
+        "received_across_replicas": (replicas - 1) * trained * reduced + others * width + ring,
     }
     return ResourceEstimate(
         **{
-            kind: tuple(int(v) for v in np.broadcast_to(values.reshape(-1, columns), shape).flat)
+            kind: tuple(int(v) for v in np.broadcast_to(values.reshape(-1, shards), shape).flat)
             for kind, values in figures.items()
         }
     )

@@ -35,8 +35,8 @@ class PlanError(ValueError):
 class Segment(NamedTuple):
     """Elements ``[start, stop)`` of a parameter, flattened row-major, and where they live.
 
-    ``rank`` is a global rank for a parameter in owner layout and a column in ``[0, K)`` for one in
-    even layout (every row holds the same slices).
+    ``rank`` is a global rank for a parameter in owner layout and a shard in ``[0, K)`` for one in
+    even layout (every replica holds the same slices).
     """
 
     rank: int
@@ -149,8 +149,8 @@ class OwnershipPlan:
         owner, grid = self._owners_by_name[parameter.name], self.topology
         return Placement.of(
             {
-                Axis.REPLICATE: Owned(grid.row_of(owner)),
-                Axis.SHARD: Owned(grid.column_of(owner)),
+                Axis.REPLICATE: Owned(grid.replica_of(owner)),
+                Axis.SHARD: Owned(grid.shard_of(owner)),
                 Axis.TP: on_tp,
             }
         )
@@ -199,7 +199,7 @@ class OwnershipPlan:
         """Segments of a tp rank's piece of the parameter (the whole, where nothing is cut) in order
         of elements: they tile the piece, none is empty.
 
-        Even layout: slices of dim 0 of ceil(rows / K) rows each, the rule of torch.chunk; columns
+        Even layout: slices of dim 0 of ceil(rows / K) rows each, the rule of torch.chunk; shards
         without rows have no segment.
         """
         parameter = self.parameter(name)
@@ -210,11 +210,11 @@ class OwnershipPlan:
             return (Segment(self._owners_by_name[parameter.name], 0, numel),)
         rows = parameter.piece_shape(tp_rank)[0]
         width = numel // rows
-        share = -(-rows // self.topology.columns)
+        share = -(-rows // self.topology.shards)
         starts = range(0, rows, share)
         return tuple(
-            Segment(column, start * width, min(start + share, rows) * width)
-            for column, start in enumerate(starts)
+            Segment(shard, start * width, min(start + share, rows) * width)
+            for shard, start in enumerate(starts)
         )
 
     @cached_property
@@ -227,8 +227,8 @@ class OwnershipPlan:
         content = {
             "format": _FORMAT,
             "version": _VERSION,
-            "topology": asdict(self.topology),
-            "settings": asdict(self.settings),
+            "topology": _stored(self.topology),
+            "settings": _stored(self.settings),
             "tp_owners": [list(pair) for pair in self.tp_owners],
             "parameters": [_parameter_to_dict(p) for p in self.parameters],
             "units": [
@@ -263,8 +263,8 @@ class OwnershipPlan:
             parameters = tuple(_parameter_from_dict(entry) for entry in content["parameters"])
             sizes = {p.name: p.numel for p in parameters}
             return cls(
-                topology=Topology(**content["topology"]),
-                settings=PlannerSettings(**content["settings"]),
+                topology=Topology(**_read(content["topology"])),
+                settings=PlannerSettings(**_read(content["settings"])),
                 parameters=parameters,
                 tp_owners=tuple((name, rank) for name, rank in content.get("tp_owners", ())),
                 units=tuple(_unit_from_dict(entry, sizes) for entry in content["units"]),
@@ -349,6 +349,19 @@ def _difference_of_values(
         if one != two:
             return _words(f"{label} {unit.name}", one, two)
     return None
+
+
+# Fields that stored plans know by other names.
+_STORED_NAMES = {"replicas": "rows", "shards": "columns", "balance_rails": "balance_columns"}
+_FIELD_NAMES = {stored: name for name, stored in _STORED_NAMES.items()}
+
+
+def _stored(value: Topology | PlannerSettings) -> dict[str, object]:
+    return {_STORED_NAMES.get(name, name): part for name, part in asdict(value).items()}
+
+
+def _read(entry: Mapping[str, object]) -> dict[str, object]:
+    return {_FIELD_NAMES.get(name, name): part for name, part in entry.items()}
 
 
 _ENUMS = {"kind": Kind, "route": Route, "layout": Layout}

@@ -39,25 +39,25 @@ __all__ = [
 
 
 class _Grid:
-    """Running totals of a greedy assignment, as columns of ranks.
+    """Running totals of a greedy assignment, as rails of ranks.
 
-    One row, or column balance turned off, is one flat column of all ranks.  It counts column by
-    column, so that ties go to the lower column; this is the order that gives appendix B's figures
-    without column balance.
+    One replica, or rail balance turned off, is one flat rail of all ranks.  It counts rail by
+    rail, so that ties go to the lower rail; this is the order that gives appendix B's figures
+    without rail balance.
     """
 
     def __init__(self, total_bytes: int, topology: Topology, settings: PlannerSettings) -> None:
-        flat = topology.rows == 1 or not settings.balance_columns
+        flat = topology.replicas == 1 or not settings.balance_rails
         self.topology = topology
-        self.columns = 1 if flat else topology.columns
-        self.depth = topology.world // self.columns  # ranks in a column
-        self.times = np.zeros((self.columns, self.depth))
-        self.bytes = np.zeros((self.columns, self.depth), dtype=np.int64)
-        self.column_times = np.zeros(self.columns)
+        self.rails = 1 if flat else topology.shards
+        self.depth = topology.world // self.rails  # ranks in a rail
+        self.times = np.zeros((self.rails, self.depth))
+        self.bytes = np.zeros((self.rails, self.depth), dtype=np.int64)
+        self.rail_times = np.zeros(self.rails)
         self.free: dict[
             str, np.ndarray
-        ] = {}  # layer -> [columns, depth]: rank not used by the layer yet
-        self.free_counts: dict[str, np.ndarray] = {}  # layer -> [columns]
+        ] = {}  # layer -> [rails, depth]: rank not used by the layer yet
+        self.free_counts: dict[str, np.ndarray] = {}  # layer -> [rails]
         self.spread = settings.spread_layers
         cap = settings.byte_cap
         mean = total_bytes / topology.world
@@ -65,32 +65,32 @@ class _Grid:
 
     def place(self, layer: str, weight: float, size: int) -> int:
         """Give a unit to a rank and return that global rank."""
-        column, free = self._column(layer)
-        rank = self._rank(column, free, size)
-        self.times[column, rank] += weight
-        self.bytes[column, rank] += size
-        self.column_times[column] += weight
+        rail, free = self._rail(layer)
+        rank = self._rank(rail, free, size)
+        self.times[rail, rank] += weight
+        self.bytes[rail, rank] += size
+        self.rail_times[rail] += weight
         if free is not None:
             free[rank] = False
-            self.free_counts[layer][column] -= 1
-        real_column, row = divmod(column * self.depth + rank, self.topology.rows)
-        return row * self.topology.columns + real_column
+            self.free_counts[layer][rail] -= 1
+        shard, replica = divmod(rail * self.depth + rank, self.topology.replicas)
+        return replica * self.topology.shards + shard
 
-    def _column(self, layer: str) -> tuple[int, np.ndarray | None]:
-        """The column to use, and which of its ranks the layer may take (None: all of them)."""
+    def _rail(self, layer: str) -> tuple[int, np.ndarray | None]:
+        """The rail to use, and which of its ranks the layer may take (None: all of them)."""
         if not self.spread:
-            return int(self.column_times.argmin()), None
+            return int(self.rail_times.argmin()), None
         if layer not in self.free:
-            self.free[layer] = np.ones((self.columns, self.depth), dtype=bool)
-            self.free_counts[layer] = np.full(self.columns, self.depth)
+            self.free[layer] = np.ones((self.rails, self.depth), dtype=bool)
+            self.free_counts[layer] = np.full(self.rails, self.depth)
         has_free = self.free_counts[layer] > 0
         if not has_free.any():  # the layer has more units than there are ranks
-            return int(self.column_times.argmin()), None
-        column = int(np.where(has_free, self.column_times, np.inf).argmin())
-        return column, self.free[layer][column]
+            return int(self.rail_times.argmin()), None
+        rail = int(np.where(has_free, self.rail_times, np.inf).argmin())
+        return rail, self.free[layer][rail]
 
-    def _rank(self, column: int, free: np.ndarray | None, size: int) -> int:
-        times, held = self.times[column], self.bytes[column]
+    def _rank(self, rail: int, free: np.ndarray | None, size: int) -> int:
+        times, held = self.times[rail], self.bytes[rail]
         if self.limit is None:
             return int(times.argmin() if free is None else np.where(free, times, np.inf).argmin())
         allowed = held <= self.limit - size

@@ -24,7 +24,7 @@ GIB = float(1 << 30)
 
 @dataclass(frozen=True, kw_only=True)
 class Rail:
-    """What the owners of one column hold together."""
+    """What the owners of one rail hold together."""
 
     parameters: int
     mib: float
@@ -37,7 +37,7 @@ class Rail:
 class PlanReport:
     """Figures of one plan.  Ratios are over the mean of all ranks; nothing over nothing is 0."""
 
-    rails: tuple[Rail, ...]  # in column order
+    rails: tuple[Rail, ...]  # in rail order
     heaviest_rail_over_mean: float  # bytes
     heaviest_rail_over_mean_ns: float
     busiest_over_mean_ns: float
@@ -60,9 +60,11 @@ def _over_mean(values: np.ndarray) -> float:
 
 
 def _publish_orders(plan: OwnershipPlan, rails: int) -> list[tuple[str, ...]]:
-    """Owned parameters of each rail in registration order; nothing is published to a single row."""
+    """Owned parameters of each rail in registration order; nothing is published to a single
+    replica.
+    """
     names: list[list[str]] = [[] for _ in range(rails)]
-    for parameter in plan.parameters if plan.topology.rows > 1 else ():
+    for parameter in plan.parameters if plan.topology.replicas > 1 else ():
         if parameter.layout is Layout.OWNER and parameter.trainable:
             names[plan.owner_of(parameter.name) % rails].append(parameter.name)
     return [tuple(order) for order in names]
@@ -88,11 +90,11 @@ def summarize(plan: OwnershipPlan, *, rails: int | None = None) -> PlanReport:
     """Figures of ``plan``.
 
     ``rails``: how many rails the network has; rank r lies on rail r modulo this.  None takes the
-    columns of the grid. Under FSDP over several nodes pass the GPUs per node, since the grid then
-    has one row of all ranks. Raises ValueError where the rails do not divide the ranks.
+    shards of the grid. Under FSDP over several nodes pass the GPUs per node, since the grid then
+    has one replica of all ranks. Raises ValueError where the rails do not divide the ranks.
     """
     world = plan.topology.world
-    rails = plan.topology.columns if rails is None else rails
+    rails = plan.topology.shards if rails is None else rails
     if rails < 1 or world % rails:
         raise ValueError(f"{world} ranks do not lie evenly on {rails} rails (--gpus-per-node)")
     times = np.zeros(world)

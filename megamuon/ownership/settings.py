@@ -19,19 +19,19 @@ POLICY_NAMES = ("lpt", "numel", "round_robin", *ROLE_POLICIES)
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """A grid of ranks: ``rows`` replicas (nodes) times ``columns`` shard ranks (GPUs of a node).
+    """A grid of ranks: ``replicas`` replicas (nodes) times ``shards`` shard ranks (GPUs of a node).
 
-    Rank = row * columns + column, counted along the data-parallel axes alone.  FSDP is one row of N
-    columns; HSDP is R rows of K columns.  ``tp`` ranks stand behind each of them and hold the
-    pieces of the matrices that tensor parallelism cuts.
+    Rank = replica * shards + shard, counted along the data-parallel axes alone.  FSDP is one
+    replica of N shards; HSDP is R replicas of K shards.  ``tp`` ranks stand behind each of them and
+    hold the pieces of the matrices that tensor parallelism cuts.
     """
 
-    rows: int
-    columns: int
+    replicas: int
+    shards: int
     tp: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("rows", "columns", "tp"):
+        for field in ("replicas", "shards", "tp"):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(
@@ -41,20 +41,20 @@ class Topology:
     @property
     def world(self) -> int:
         """Number of data-parallel ranks."""
-        return self.rows * self.columns
+        return self.replicas * self.shards
 
     @property
     def sizes(self) -> dict[Axis, int]:
         """Ranks on each axis."""
-        return {Axis.REPLICATE: self.rows, Axis.SHARD: self.columns, Axis.TP: self.tp}
+        return {Axis.REPLICATE: self.replicas, Axis.SHARD: self.shards, Axis.TP: self.tp}
 
-    def column_of(self, rank: int) -> int:
-        """Column (rail) of a global rank."""
-        return rank % self.columns
+    def shard_of(self, rank: int) -> int:
+        """Shard (rail) of a global rank."""
+        return rank % self.shards
 
-    def row_of(self, rank: int) -> int:
-        """Row (node, replica) of a global rank."""
-        return rank // self.columns
+    def replica_of(self, rank: int) -> int:
+        """Replica (node) of a global rank."""
+        return rank // self.shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class PlannerSettings:
     With a byte cap, ``lpt`` then evens out the bytes of expert matrices where that costs no time
     (``settle.py``).
 
-    ``byte_cap``, ``spread_layers`` and ``balance_columns`` belong to ``lpt`` and ``numel``; the
+    ``byte_cap``, ``spread_layers`` and ``balance_rails`` belong to ``lpt`` and ``numel``; the
     three settings after them belong to ``cost_aware`` (MatrixFSDP, section 4.1, which names
     workspace caps without saying what they are: these are ours). A plan's workspace there is its
     largest owner window: the most bytes of one block on one owner, which that rank sends from and
@@ -74,9 +74,7 @@ class PlannerSettings:
     policy: str = "lpt"  # one of POLICY_NAMES
     byte_cap: float | None = 0.1  # share of bytes that a rank may hold above the mean; None: no cap
     spread_layers: bool = True  # the units of one layer go to different ranks while there are any
-    balance_columns: bool = (
-        True  # HSDP: first the column with the least time, then a rank inside it
-    )
+    balance_rails: bool = True  # HSDP: first the rail with the least time, then a rank inside it
     bytes_per_element: int = 2  # of the compute dtype, which is what gathers move
     balance_gain: float = 0.01  # scope plan: least fall of the heaviest load, as a share of it
     workspace_growth: float = 0.1  # scope plan: share by which the workspace may grow

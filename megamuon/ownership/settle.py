@@ -2,8 +2,8 @@
 
 Owns ``settle_experts``. The greedy rule looks at time first, so with many small expert matrices the
 rank with the most bytes may hold one expert more than it must. This pass hands experts from the
-ranks with the most bytes to others of the same column. Invariant: the longest time of a rank does
-not grow, no column's time changes, a layer's units stay on different ranks, and unless the heaviest
+ranks with the most bytes to others of the same rail. Invariant: the longest time of a rank does
+not grow, no rail's time changes, a layer's units stay on different ranks, and unless the heaviest
 rank gets lighter nothing moves at all. Tested by ``tests/ownership/test_settle.py``.
 """
 
@@ -35,8 +35,8 @@ class _Loads:
         self.held = np.zeros(topology.world, dtype=np.int64)
         self.layers: dict[str, np.ndarray] = {}  # units of the layer on each rank
         self.spread = settings.spread_layers
-        flat = topology.rows == 1 or not settings.balance_columns
-        self.column = np.arange(topology.world) % (1 if flat else topology.columns)
+        flat = topology.replicas == 1 or not settings.balance_rails
+        self.rail = np.arange(topology.world) % (1 if flat else topology.shards)
         for index, owner in enumerate(owners):
             self._add(index, owner, 1)
         self.longest = float(self.times.max(initial=0.0)) * (1 + _ROUNDING)
@@ -54,7 +54,7 @@ class _Loads:
         owner, unit = self.owners[index], self.units[index]
         fits = self.held < self.held[owner] - unit.numel
         fits &= self.times <= self.longest - self.costs[index]
-        fits &= self.column == self.column[owner]
+        fits &= self.rail == self.rail[owner]
         if self.spread:
             fits &= self.layers[unit.layer] == 0
         best = int(np.where(fits, self.held, np.iinfo(np.int64).max).argmin())

@@ -61,7 +61,7 @@ class Grid:
 
     @staticmethod
     def of(mesh: Mesh | None, group: dist.ProcessGroup | None, device: torch.device) -> Grid:
-        """The grid of ``mesh``, or one row of all ranks of ``group``.
+        """The grid of ``mesh``, or one replica of all ranks of ``group``.
 
         Raises ValueError where the mesh is not for as many ranks as the group has.
         """
@@ -73,8 +73,8 @@ class Grid:
                 world_size=world,
                 rank=rank,
                 local_rank=rank,
-                rows=1,
-                columns=world,
+                replicas=1,
+                shards=world,
                 device=device,
                 backend=dist.get_backend(group) if group else "none",
             )
@@ -125,12 +125,12 @@ def build_parts(
     transport, reducer = _transports(groups, plan, grid, config, device, traffic)
     publication = None
     publish_group = grid.new_group("replicate")
-    if mesh.rows > 1:
+    if mesh.replicas > 1:
         publication = Publication(
             groups,
             plan,
             mesh,
-            column_group=publish_group,
+            replicate_group=publish_group,
             dtype=config.sent_dtype,
             device=device,
             traffic=traffic,
@@ -148,13 +148,13 @@ def build_parts(
     reductions = Reductions(
         reducer.reduce,
         schedule=config.schedule,
-        several_rows=mesh.rows > 1,
+        several_replicas=mesh.replicas > 1,
         sum_over_tp=(lambda parts: sum_in_order(parts, gradient_group, traffic))
         if mesh.tp > 1
         else None,
         check=CallCheck("reduction", transport.reduce_group, names) if checked else None,
     )
-    row_group = transport.gather_group  # the rounds have their place in the order of the gathers
+    shard_group = transport.gather_group  # the rounds have their place in the order of the gathers
     engine = Engine(
         groups,
         transport,
@@ -162,7 +162,7 @@ def build_parts(
         zero_stage=config.zero_stage,
         kept={group.index for group in groups if group.key.kept},
         agreement=WorldAgreement(group=grid.world, device=device),
-        rounds=Rounds(row_group, len(groups), traffic) if row_group is not None else None,
+        rounds=Rounds(shard_group, len(groups), traffic) if shard_group is not None else None,
         sent_dtype=config.sent_dtype,
         publication=publication,
         check=CallCheck("gather", transport.gather_group, names) if checked else None,
@@ -242,14 +242,14 @@ def _transports(
             ),
         ),
     )
-    transport.check_schedules([t for g in groups for t in (g.gather_table, g.reduce_table.columns)])
+    transport.check_schedules([t for g in groups for t in (g.gather_table, g.reduce_table.shards)])
     reducer = TwoStageReducer(
         transport,
         grid.new_group("replicate"),
-        column=mesh.column,
-        row=mesh.row,
-        rows=mesh.rows,
-        columns=mesh.columns,
+        shard=mesh.shard,
+        replica=mesh.replica,
+        replicas=mesh.replicas,
+        shards=mesh.shards,
         wire_dtype=config.reduce_dtype,
         traffic=traffic,
     )

@@ -73,7 +73,7 @@ class RuntimeConfig:
     fabric: str = "auto"  # what collectives="ready" runs on: one of FABRICS
     ring_slots: int = 8  # ready: chunks on the way between two ranks, per source
     chunk_bytes: int = 65536  # ready: of gathers and reductions
-    publish_tile_bytes: int = 524288  # ready: of new weights on the way to other rows
+    publish_tile_bytes: int = 524288  # ready: of new weights on the way to other replicas
     collective_deadline: float = 600.0  # ready: seconds without progress until all ranks abort
     matrix_update: str = "owner"  # or gather: every rank works on every whole matrix (line B)
     publish: str = "async"  # HSDP: or sync, a step returns when all leaders have the new weights

@@ -131,8 +131,8 @@ def build_exchange(
     """What runs compiled moves on this rank."""
     return Exchange(
         transports,
-        sizes={Axis.REPLICATE: mesh.rows, Axis.SHARD: mesh.columns, Axis.TP: mesh.tp},
-        place={Axis.REPLICATE: mesh.row, Axis.SHARD: mesh.column, Axis.TP: mesh.tp_rank},
+        sizes={Axis.REPLICATE: mesh.replicas, Axis.SHARD: mesh.shards, Axis.TP: mesh.tp},
+        place={Axis.REPLICATE: mesh.replica, Axis.SHARD: mesh.shard, Axis.TP: mesh.tp_rank},
         device=device,
     )
 

@@ -68,7 +68,9 @@ class ForwardPass(abc.ABC):
         publication: Publication | None = None,
         check: CallCheck | None = None,
     ) -> None:
-        """``rounds``: of this rank's row, None where it is alone in it. ``check``: of gathers."""
+        """``rounds``: of this rank's replica, None where it is alone in it. ``check``: of
+        gathers.
+        """
         self.groups = tuple(groups)
         self.schedule = schedule
         self.transport = transport
@@ -158,7 +160,7 @@ class ForwardPass(abc.ABC):
         self._take_part(said, wanted=group.index)
 
     def _take_part(self, said: Round, *, wanted: int | None = None) -> None:
-        """Gather what some rank of the row wants; only ``wanted`` is for this one."""
+        """Gather what some rank of the replica wants; only ``wanted`` is for this one."""
         for index in said.wanted:
             group = self.groups[index]
             held = group.version == self.version

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megamuon.collectives import RowSegment, SegmentTable, TableSegment, TwoStageTable
+from megamuon.collectives import ReplicaSegment, SegmentTable, TableSegment, TwoStageTable
 from megamuon.matrices import Layout, LogicalParameter
 from megamuon.ownership.plan import OwnershipPlan, Segment
 
@@ -17,21 +17,23 @@ from megamuon.ownership.plan import OwnershipPlan, Segment
 def holder(
     plan: OwnershipPlan, parameter: LogicalParameter, segment: Segment
 ) -> tuple[int, int | None]:
-    """Column and row of the rank that holds a segment; row None: one rank in each row."""
+    """Shard and replica of the rank that holds a segment; replica None: one rank in each
+    replica.
+    """
     if parameter.layout is Layout.OWNER:
-        return plan.topology.column_of(segment.rank), plan.topology.row_of(segment.rank)
+        return plan.topology.shard_of(segment.rank), plan.topology.replica_of(segment.rank)
     return segment.rank, None
 
 
-def column_table(
+def shard_table(
     plan: OwnershipPlan,
     parameters: Sequence[LogicalParameter],
     offsets: Mapping[str, int],
     tp_rank: int,
 ) -> SegmentTable:
-    """Which column of a row holds what of a flat buffer: a gather's sources."""
+    """Which shard of a replica holds what of a flat buffer: a gather's sources."""
     return SegmentTable.build(
-        plan.topology.columns,
+        plan.topology.shards,
         [
             TableSegment(
                 rank=holder(plan, parameter, segment)[0],
@@ -50,19 +52,21 @@ def two_stage_table(
     offsets: Mapping[str, int],
     tp_rank: int,
 ) -> TwoStageTable:
-    """A reduction's destinations: columns first, then rows inside each column's packed buffer."""
-    pieces: list[list[tuple[int, int, int | None]]] = [[] for _ in range(plan.topology.columns)]
+    """A reduction's destinations: shards first, then replicas inside each rail's packed buffer."""
+    pieces: list[list[tuple[int, int, int | None]]] = [[] for _ in range(plan.topology.shards)]
     for parameter in parameters:
         for segment in plan.segments(parameter.name, tp_rank):
-            column, row = holder(plan, parameter, segment)
+            shard, replica = holder(plan, parameter, segment)
             offset = offsets[parameter.name] + segment.start
-            pieces[column].append((offset, segment.stop - segment.start, row))
-    rows: list[tuple[RowSegment, ...]] = []
+            pieces[shard].append((offset, segment.stop - segment.start, replica))
+    replicas: list[tuple[ReplicaSegment, ...]] = []
     for held in pieces:
-        packed: list[RowSegment] = []
+        packed: list[ReplicaSegment] = []
         at = 0
-        for _, numel, row in sorted(held, key=lambda piece: piece[0]):
-            packed.append(RowSegment(start=at, numel=numel, row=row))
+        for _, numel, replica in sorted(held, key=lambda piece: piece[0]):
+            packed.append(ReplicaSegment(start=at, numel=numel, replica=replica))
             at += numel
-        rows.append(tuple(packed))
-    return TwoStageTable(columns=column_table(plan, parameters, offsets, tp_rank), rows=tuple(rows))
+        replicas.append(tuple(packed))
+    return TwoStageTable(
+        shards=shard_table(plan, parameters, offsets, tp_rank), replicas=tuple(replicas)
+    )

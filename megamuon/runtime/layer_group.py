@@ -1,10 +1,10 @@
 """Layer groups: what FSDP calls a unit, over segment tables.
 
 Owns one group's flat compute buffer, gradient slots, local masters and owner windows. Invariants:
-FP32 masters exist once per segment of the plan (a slice that every row keeps: once per row); the
-slots of a group have the layout of its trainable parameters; nothing here asks which layout a
-parameter has, the segment table says it all. Tested by ``tests/runtime/test_layer_group.py`` and
-the equivalence tests.
+FP32 masters exist once per segment of the plan (a slice that every replica keeps: once per
+replica); the slots of a group have the layout of its trainable parameters; nothing here asks which
+layout a parameter has, the segment table says it all. Tested by
+``tests/runtime/test_layer_group.py`` and the equivalence tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megamuon.mesh import Mesh
 from megamuon.ownership.groups import GroupKey
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.buffers import BufferLayout, FlatBuffer, place
-from megamuon.runtime.group_tables import column_table, holder, two_stage_table
+from megamuon.runtime.group_tables import holder, shard_table, two_stage_table
 from megamuon.runtime.released import Guard, assign_data
 
 
@@ -138,7 +138,7 @@ class LayerGroup:
         self.gradients = _released(layout(self.trainable), compute_dtype, device)
         # Sum of the slots of several micro-batches under --gradient-reduction step.
         self.sums = _released(self.gradients.layout, torch.float32, device)
-        self.gather_table = column_table(
+        self.gather_table = shard_table(
             plan, self.parameters, self.weights.layout.offsets, mesh.tp_rank
         )
         self.reduce_table = two_stage_table(
@@ -176,12 +176,12 @@ class LayerGroup:
         led: list[LogicalParameter] = []
         for parameter in self.parameters:
             for segment in plan.segments(parameter.name, mesh.tp_rank):
-                column, row = holder(plan, parameter, segment)
-                if column != mesh.column:
+                shard, replica = holder(plan, parameter, segment)
+                if shard != mesh.shard:
                     continue
-                if row in (None, mesh.row):
+                if replica in (None, mesh.replica):
                     pieces.append((parameter, segment.start, segment.stop))
-                if row is not None and mesh.rows > 1:
+                if replica is not None and mesh.replicas > 1:
                     led.append(parameter)
         pieces.sort(key=lambda piece: offsets[piece[0].name])
         self.master = torch.zeros(
@@ -203,7 +203,8 @@ class LayerGroup:
             )
             at += stop - start
         self.local = tuple(local)
-        # With several rows a leader's copy is what its row gathers from, the owner's own included.
+        # With several replicas a leader's copy is what its replica gathers from, the owner's own
+        # included.
         self.led = tuple(led)
         names = {parameter.name for parameter in led}
         self._sources: list[Tensor] = []

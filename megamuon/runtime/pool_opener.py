@@ -43,7 +43,7 @@ class PoolOpener:
         """
         self.runtime, self.transport, self.fabric = runtime, transport, fabric
         self.required = required
-        self.recording = PoolRecording(runtime.engine, fabric.group, rows=runtime.mesh.rows)
+        self.recording = PoolRecording(runtime.engine, fabric.group, replicas=runtime.mesh.replicas)
 
     def micro_batch_done(self) -> None:
         """See PoolHook."""

@@ -64,13 +64,15 @@ class PoolRecording:
     must be among the recorded: it holds more at a time than one that reduces.
 
     Evaluations in between are recorded as well: they add conflicts and take none away. ``group``
-    has the ranks that will share the pool (None: one rank), in ``rows`` rows.
+    has the ranks that will share the pool (None: one rank), in ``replicas`` replicas.
     """
 
-    def __init__(self, engine: Engine, group: dist.ProcessGroup | None, *, rows: int = 1) -> None:
+    def __init__(
+        self, engine: Engine, group: dist.ProcessGroup | None, *, replicas: int = 1
+    ) -> None:
         self.engine = engine
         self.group = group
-        self.rows = rows
+        self.replicas = replicas
         self.recorder = Recorder()
         self.complete = False
         self._first_kept = False  # the first micro-batch kept its gradients on the rank
@@ -137,8 +139,8 @@ class PoolRecording:
             ],
             events,
             live,
-            windows={group.index: window_bytes(group, self.rows) for group in groups},
-            excluded=exclusions(groups, missing, self.rows),
+            windows={group.index: window_bytes(group, self.replicas) for group in groups},
+            excluded=exclusions(groups, missing, self.replicas),
         )
         exchange_pool(plan.texts(), self.group)
         return plan
@@ -158,9 +160,12 @@ class PoolRecording:
         return integers_of_rank_zero(padded, self.group, device)
 
 
-def exclusions(groups: Sequence[LayerGroup], missing: Sequence[int], rows: int) -> dict[int, str]:
-    """Groups that stay on the heap of a grid of ``rows`` rows, and why. ``missing``: for each group
-    the place of its first trainable parameter that received no gradient, or RECEIVED_ALL.
+def exclusions(
+    groups: Sequence[LayerGroup], missing: Sequence[int], replicas: int
+) -> dict[int, str]:
+    """Groups that stay on the heap of a grid of ``replicas`` replicas, and why. ``missing``: for
+    each group the place of its first trainable parameter that received no gradient, or
+    RECEIVED_ALL.
     """
     found: dict[int, str] = {}
     for group, place in zip(groups, missing, strict=True):
@@ -168,20 +173,25 @@ def exclusions(groups: Sequence[LayerGroup], missing: Sequence[int], rows: int) 
             name = group.trainable[place].name
             found[group.index] = f"{name} received no gradient in the recorded micro-batch"
             continue
-        held = {piece.row for pieces in group.reduce_table.rows for piece in pieces if piece.numel}
-        if rows > 1 and None in held and len(held) > 1:
+        held = {
+            piece.replica
+            for pieces in group.reduce_table.replicas
+            for piece in pieces
+            if piece.numel
+        }
+        if replicas > 1 and None in held and len(held) > 1:
             found[group.index] = (
-                "its gradient windows mix slices that every row keeps with matrices that one row"
-                " owns"
+                "its gradient windows mix slices that every replica keeps with matrices that one"
+                " replica owns"
             )
     return found
 
 
-def window_bytes(group: LayerGroup, rows: int) -> int:
-    """The most that a rank's owner windows of a group take, on a grid of ``rows`` rows."""
+def window_bytes(group: LayerGroup, replicas: int) -> int:
+    """The most that a rank's owner windows of a group take, on a grid of ``replicas`` replicas."""
     table = group.reduce_table
-    columns = range(len(table.rows))
-    most = max(table.numel_of(column, row) for column in columns for row in range(rows))
+    shards = range(len(table.replicas))
+    most = max(table.numel_of(shard, replica) for shard in shards for replica in range(replicas))
     return most * group.window.element_size()
 
 

@@ -1,20 +1,20 @@
-"""The cross-step publish: new weights from owners to the leaders of the other rows.
+"""The cross-step publish: new weights from owners to the leaders of the other replicas.
 
 Owns the leader copies of this rank, which step each of them must hold, and the order in which a
 step publishes. Invariants: a parameter's expected version is a function of the steps alone, equal
-on all ranks; a copy is used only if its header carries exactly that version; a column publishes in
+on all ranks; a copy is used only if its header carries exactly that version; a rail publishes in
 one recorded order. Tested by ``tests/distributed/test_cross_step.py`` and the equivalence tests.
 
 [Note: versions, not flags]
 
-With several rows an owner is one rank of the whole cluster. Each other row has a *leader* for its
-matrices, the rank in the owner's column, with a resident copy in the compute dtype that its row
-gathers from. After an update the owner sends the new weights to the leaders while later updates and
-the next forward pass run. A leader must never gather an old copy, and a boolean "arrived" cannot
-tell this step's arrival from the last one's. So each message begins with the number of the update
-that made it, each rank knows which number each parameter must have, and a gather waits for exactly
-the parameters it is about to read. A step that is skipped, or that leaves a parameter untouched,
-changes no expected number and sends nothing.
+With several replicas an owner is one rank of the whole cluster. Each other replica has a *leader*
+for its matrices, the rank of the owner's rail, with a resident copy in the compute dtype that its
+replica gathers from. After an update the owner sends the new weights to the leaders while later
+updates and the next forward pass run. A leader must never gather an old copy, and a boolean
+"arrived" cannot tell this step's arrival from the last one's. So each message begins with the
+number of the update that made it, each rank knows which number each parameter must have, and a
+gather waits for exactly the parameters it is about to read. A step that is skipped, or that leaves
+a parameter untouched, changes no expected number and sends nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 
 
 class Publication:
-    """Leader copies and their traffic, for a grid of several rows."""
+    """Leader copies and their traffic, for a grid of several replicas."""
 
     def __init__(
         self,
@@ -45,24 +45,26 @@ class Publication:
         plan: OwnershipPlan,
         mesh: Mesh,
         *,
-        column_group: dist.ProcessGroup | None,
+        replicate_group: dist.ProcessGroup | None,
         dtype: torch.dtype,
         device: torch.device,
         traffic: Traffic,
         synchronous: bool,
         fabric: Fabric | None = None,
     ) -> None:
-        """``fabric``: its persistent operator publishes, in memory that the column shares; without
-        it, transfers of ``column_group``. Making that memory is a collective. An operator that
+        """``fabric``: its persistent operator publishes, in memory that the rail shares; without
+        it, transfers of ``replicate_group``. Making that memory is a collective. An operator that
         waits on the device takes over from the transfers with ``use_operator``.
         """
         self.synchronous = synchronous
-        self._row = mesh.row
+        self._replica = mesh.replica
         self._place = {p.name: place for place, p in enumerate(plan.parameters)}
         led = [parameter for group in groups for parameter in group.led]
         self._led = {self._place[p.name] for p in led}
         names = {self._place[p.name]: p.name for p in led}
-        rows = {self._place[p.name]: plan.topology.row_of(plan.owner_of(p.name)) for p in led}
+        replicas = {
+            self._place[p.name]: plan.topology.replica_of(plan.owner_of(p.name)) for p in led
+        }
         sizes = {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}
         buffer = None
         if fabric is not None and fabric.operators.publish is None:
@@ -73,9 +75,9 @@ class Publication:
         self.copies = LeaderCopies(sizes, dtype, device, buffer=buffer)
         common = {
             "names": names,
-            "owner_rows": rows,
-            "group": column_group,
-            "row": mesh.row,
+            "owner_replicas": replicas,
+            "group": replicate_group,
+            "replica": mesh.replica,
             "traffic": traffic,
         }
         self.publisher: Publisher | ReadyPublisher
@@ -88,8 +90,8 @@ class Publication:
         else:
             self.publisher = ReadyPublisher(self.copies, fabric, **common)
         self._waited_before = 0.0  # by a publisher that was taken over from
-        self._owned_rows = {
-            p.name: plan.topology.row_of(plan.owner_of(p.name))
+        self._owned_replicas = {
+            p.name: plan.topology.replica_of(plan.owner_of(p.name))
             for p in plan.parameters
             if p.layout is Layout.OWNER
         }
@@ -117,7 +119,7 @@ class Publication:
 
         What synchronises a GPU without being asked to (first calls of libraries, memory that torch
         gets or gives back) comes in the first steps, and would wait for a kernel that waits for
-        other ranks; so those steps publish with transfers of the column. The operator's flags know
+        other ranks; so those steps publish with transfers of the rail. The operator's flags know
         nothing of them, so everything is published once more.
         """
         if self._operator is None:
@@ -136,7 +138,7 @@ class Publication:
 
     def begin(self, names: Sequence[str], version: int) -> None:
         """The parameters in ``names`` (in the order of their updates) get ``version``; every rank
-        of a column calls this at the same point.
+        of a rail calls this at the same point.
         """
         order = [self._place[name] for name in names if self._place[name] in self._led]
         self.publisher.expect(order, version)
@@ -148,7 +150,7 @@ class Publication:
         """The master of an owned parameter has its new values: send it, and what waited for it."""
         place = self._place[name]
         if place not in self._masters:
-            return  # a slice: every row updates its own
+            return  # a slice: every replica updates its own
         self._updated.add(place)
         while self._queue and self._queue[0] in self._updated:
             self._send(self._queue.pop(0))
@@ -171,7 +173,7 @@ class Publication:
     def republish(self, version: int) -> None:
         """Masters were written from outside: send all of them.  Every rank calls this."""
         self.publisher.fence()
-        self.begin(list(self._owned_rows), version)
+        self.begin(list(self._owned_replicas), version)
         for index in tuple(self._queue):
             self._send(index)
         self._queue.clear()
@@ -207,22 +209,22 @@ class Publication:
 def _heaviest_copies(
     groups: Sequence[LayerGroup], plan: OwnershipPlan, mesh: Mesh, dtype: torch.dtype
 ) -> int:
-    """Bytes of the copies of the column that has most: all ranks make memory of one size."""
-    sizes: list[dict[int, int]] = [{} for _ in range(mesh.columns)]
+    """Bytes of the copies of the rail that has most: all ranks make memory of one size."""
+    sizes: list[dict[int, int]] = [{} for _ in range(mesh.shards)]
     for group in groups:
         for parameter in group.parameters:
             if parameter.layout is Layout.OWNER:
-                column = plan.topology.column_of(plan.owner_of(parameter.name))
-                sizes[column][len(sizes[column])] = parameter.piece_numel(mesh.tp_rank)
+                shard = plan.topology.shard_of(plan.owner_of(parameter.name))
+                sizes[shard][len(sizes[shard])] = parameter.piece_numel(mesh.tp_rank)
     return max(LeaderCopies.bytes_of(held, dtype) for held in sizes)
 
 
 def rails(plan: OwnershipPlan, mesh: Mesh, itemsize: int, tile_bytes: int) -> tuple[int, int]:
-    """Parameters and publish tiles of the column that has most of each."""
-    counts = [[0, 0] for _ in range(mesh.columns)]
+    """Parameters and publish tiles of the rail that has most of each."""
+    counts = [[0, 0] for _ in range(mesh.shards)]
     for parameter in plan.parameters:
         if parameter.layout is Layout.OWNER:
-            held = counts[plan.topology.column_of(plan.owner_of(parameter.name))]
+            held = counts[plan.topology.shard_of(plan.owner_of(parameter.name))]
             held[0] += 1
             held[1] += -(-parameter.piece_numel(mesh.tp_rank) * itemsize // tile_bytes)
     return max(count for count, _ in counts), max(tiles for _, tiles in counts)

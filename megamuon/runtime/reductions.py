@@ -44,7 +44,7 @@ class _Started:
         self.group, self.work, self.across = group, work, across
         self._compare, self._started = compare, started
 
-    def wait_row(self) -> None:
+    def wait_inside(self) -> None:
         """See Started."""
         self.work.wait_first()
 
@@ -68,7 +68,7 @@ class Reductions:
         reduce: Reducer,
         *,
         schedule: Schedule,
-        several_rows: bool,
+        several_replicas: bool,
         sum_over_tp: Callable[[Sequence[Tensor]], None] | None = None,
         check: CallCheck | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class Reductions:
         # True: slots stay alive until their reduction is over, as one that reads them in place
         # wants it, whatever this transport needs. A recording of the pool must see that.
         self.hold_slots = False
-        self._several_rows = several_rows
+        self._several_replicas = several_replicas
         self._sum_over_tp = sum_over_tp
         self._check = check
         self.schedule = schedule
@@ -105,7 +105,7 @@ class Reductions:
         group.clear_slots()
         if not (group.reducing.borrows or self.hold_slots):
             group.release_gradients()
-        several = self._several_rows
+        several = self._several_replicas
         self.started.append(_Started(group, group.reducing, compare, self.started, across=several))
 
     def before_write(self, group: LayerGroup) -> None:

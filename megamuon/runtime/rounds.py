@@ -1,8 +1,8 @@
-"""The end of a forward pass at ZeRO-3, agreed inside a row.
+"""The end of a forward pass at ZeRO-3, agreed inside a replica.
 
 Owns ``Rounds``, the exchange by which ranks that have finished their forward pass learn what others
-still need. Invariant: every rank of a row makes the same number of exchanges in a pass, and gathers
-the same groups after each. Tested by ``tests/distributed/test_runtime_rules.py`` and
+still need. Invariant: every rank of a replica makes the same number of exchanges in a pass, and
+gathers the same groups after each. Tested by ``tests/distributed/test_runtime_rules.py`` and
 ``tests/distributed/test_runtime_fuzz.py``.
 
 [Note: gathered again]
@@ -33,7 +33,7 @@ from megamuon.collectives.traffic import Traffic
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What all ranks of a row said in one exchange."""
+    """What all ranks of a replica said in one exchange."""
 
     over: bool  # every rank has finished its pass
     wanted: tuple[int, ...]  # groups that some rank needs again now, ascending
@@ -41,7 +41,7 @@ class Round:
 
 
 class Rounds:
-    """The exchanges of ``count`` groups over ``group``, the ranks of a row."""
+    """The exchanges of ``count`` groups over ``group``, the ranks of a replica."""
 
     def __init__(self, group: dist.ProcessGroup, count: int, traffic: Traffic) -> None:
         self.group = group
@@ -50,8 +50,8 @@ class Rounds:
         self._share = 2 * (dist.get_world_size(group) - 1) / dist.get_world_size(group)
 
     def exchange(self, *, over: bool, wanted: Iterable[int] = (), reused: Iterable[int]) -> Round:
-        """Tell the row and hear from it; blocks until every rank has come. Raises CollectiveError
-        where a peer was lost.
+        """Tell the replica and hear from it; blocks until every rank has come. Raises
+        CollectiveError where a peer was lost.
         """
         # On the host, whatever the model computes on: the answer decides what the host launches.
         said = torch.zeros(1 + 2 * self.count, dtype=torch.uint8)

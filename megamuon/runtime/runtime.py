@@ -115,7 +115,7 @@ class Runtime(TrainableRuntime):
 
         ``lr_of`` gives a parameter's own learning rate where it is not ``lr`` (Megatron's
         --decoupled-lr).  Communicates the norm scalar with its riders; the pieces of matrices that
-        tensor parallelism cuts; with several rows the new weights, asynchronously.  Raises
+        tensor parallelism cuts; with several replicas the new weights, asynchronously.  Raises
         CollectiveError where a transfer has failed by now, so that no checkpoint follows it.
         """
         self.engine.settle_passes()
@@ -179,8 +179,8 @@ class Runtime(TrainableRuntime):
         """This rank's pieces of every weight (by canonical name), persistent buffer and optimizer
         tensor (``optimizer.<state>.<name>``); the tensors are the live ones.
 
-        Each element is listed once: rows that hold a slice alike list a share of it each, and of
-        what every tp rank keeps, or what belongs to no element (counts like AdamW's step), the
+        Each element is listed once: replicas that hold a slice alike list a share of it each, and
+        of what every tp rank keeps, or what belongs to no element (counts like AdamW's step), the
         first holder lists all. With ``everywhere`` (what a load wants) each rank lists all it
         holds.
         """
@@ -188,7 +188,7 @@ class Runtime(TrainableRuntime):
         if buffers:
             speaks = self.mesh.rank == 0
             found.extend(self.buffers.stored(everywhere=everywhere, speaks=speaks))
-        row, rows = self.mesh.row, self.mesh.rows
+        replica, replicas = self.mesh.replica, self.mesh.replicas
         for segment in self._step.segments():
             parameter = segment.parameter
             if not (everywhere or parameter.cut is not None or self.mesh.tp_rank == 0):
@@ -196,10 +196,10 @@ class Runtime(TrainableRuntime):
             alike = parameter.layout is Layout.EVEN and not everywhere
             pieces = [_stored(parameter.name, segment, segment.shaped(segment.master))]
             if optimizer and segment.window is not None:
-                if everywhere or not (any(segment.offset) or (alike and row)):
+                if everywhere or not (any(segment.offset) or (alike and replica)):
                     found.extend(self._counts(segment))
                 pieces.extend(self._state_beside(segment))
-            shares = (piece.share(row, rows) if alike else piece for piece in pieces)
+            shares = (piece.share(replica, replicas) if alike else piece for piece in pieces)
             found.extend(share for share in shares if share is not None)
         if optimizer and self._step.matrices is not None:
             # Listed by the first of those who work on the whole.

@@ -15,17 +15,19 @@ from typing import Protocol
 
 
 class Started(Protocol):
-    """One reduction in flight: inside the row first, then, on several rows, across them."""
+    """One reduction in flight: inside the replica first, then, on several replicas, across them."""
 
     @property
     def across(self) -> bool:
-        """Whether it has stages across rows."""
+        """Whether it has stages across replicas."""
 
-    def wait_row(self) -> None:
-        """Wait for the stage inside the row; starts nothing."""
+    def wait_inside(self) -> None:
+        """Wait for the stage inside the replica; starts nothing."""
 
     def start_across(self) -> None:
-        """Wait for the stage inside the row and start the one across rows; again: nothing."""
+        """Wait for the stage inside the replica and start the one across replicas; again:
+        nothing.
+        """
 
     def finish(self) -> None:
         """Wait for the result; the reduction is in flight no more."""
@@ -39,7 +41,7 @@ class Flight(Protocol):
         """Reductions in flight, in the order of their start."""
 
     def launch(self) -> None:
-        """Start the stage inside the row of the reduction whose turn it is."""
+        """Start the stage inside the replica of the reduction whose turn it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ class Schedule(abc.ABC):
 @dataclass(frozen=True, kw_only=True)
 class Lagged(Schedule):
     """A few reductions in flight: the oldest is waited for whole before one more starts, and the
-    stages across rows start with the reduction that follows.
+    stages across replicas start with the reduction that follows.
     """
 
     outstanding: int = 2  # each keeps its slots or its send buffer alive
@@ -82,6 +84,6 @@ class Lagged(Schedule):
         while len(flight.started) >= self.outstanding:
             flight.started[0].finish()
         for earlier in flight.started:
-            if earlier.across:  # its stage inside the row is over by now, or nearly
+            if earlier.across:  # its stage inside the replica is over by now, or nearly
                 earlier.start_across()
         flight.launch()

@@ -65,13 +65,13 @@ def shard(
 ) -> Runtime:
     """Shard ``model`` over a grid of ranks with one owner per matrix.
 
-    ``layers``: classes whose outermost instances become layer groups.  ``mesh``: the grid, rows by
-    columns by tp; without it all ranks of ``process_group`` (default: all there are) form one row.
-    ``placements``: where tensor parallelism has put each parameter of a model that holds the pieces
-    of one tp rank (``megamuon.sharding``). ``route(name, parameter, module)`` may send a parameter
-    elsewhere than its module declares.  ``initial(name, whole tensor, generator)`` fills the
-    weights, each from a generator of its own, so that they do not depend on the ranks; without it
-    the model's present weights are taken, and it must not be on the meta device.  ``plan`` is a
+    ``layers``: classes whose outermost instances become layer groups.  ``mesh``: the grid, replicas
+    by shards by tp; without it all ranks of ``process_group`` (default: all there are) form one
+    replica. ``placements``: where tensor parallelism has put each parameter of a model that holds
+    the pieces of one tp rank (``megamuon.sharding``). ``route(name, parameter, module)`` may send a
+    parameter elsewhere than its module declares.  ``initial(name, whole tensor, generator)`` fills
+    the weights, each from a generator of its own, so that they do not depend on the ranks; without
+    it the model's present weights are taken, and it must not be on the meta device.  ``plan`` is a
     stored plan: it is reused if it is for these parameters, routes, ranks and planner settings, and
     a new one is made if not.
 
@@ -138,7 +138,7 @@ def _plan(
     device: torch.device,
 ) -> OwnershipPlan:
     mesh = grid.mesh
-    topology = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
+    topology = Topology(replicas=mesh.replicas, shards=mesh.shards, tp=mesh.tp)
     planner = replace(config.planner, bytes_per_element=config.sent_dtype.itemsize)
     if planner.policy == "lpt" and not muon_shapes(parameters):
         # Without Newton-Schulz every unit costs nothing and time cannot tell ranks apart.
@@ -172,7 +172,7 @@ def _agreed_settings(
         "parameters": hashlib.sha256(repr(parameters).encode()).hexdigest()[:16],
         "stored_plan": "none" if stored is None else stored.digest[:16],
         "ns_cost": config.ns_cost,
-        "grid": f"{mesh.rows}x{mesh.columns}x{mesh.tp}",
+        "grid": f"{mesh.replicas}x{mesh.shards}x{mesh.tp}",
         "zero_stage": str(config.zero_stage),
         "matrix_update": config.matrix_update,
         "publish": config.publish,

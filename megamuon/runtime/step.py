@@ -132,10 +132,10 @@ class OwnerStep:
 
     def counts(self, parameter: LogicalParameter) -> bool:
         """Whether this rank's segment of a parameter is the one that sums count: slices that every
-        row keeps count in row 0, what every tp rank keeps counts on tp rank 0.
+        replica keeps count in replica 0, what every tp rank keeps counts on tp rank 0.
         """
-        first_row = parameter.layout is Layout.OWNER or self.mesh.row == 0
-        return first_row and (parameter.cut is not None or self.mesh.tp_rank == 0)
+        first_replica = parameter.layout is Layout.OWNER or self.mesh.replica == 0
+        return first_replica and (parameter.cut is not None or self.mesh.tp_rank == 0)
 
     def _norm(self) -> GradientNorm:
         """The norm over all ranks; again where late gradients had to be reduced first."""

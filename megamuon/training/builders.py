@@ -51,18 +51,20 @@ class Batches:
 class Grid:
     """How the ranks are laid out; see ``megamuon.mesh``."""
 
-    rows: int
-    columns: int
+    replicas: int
+    shards: int
     tp: int
 
 
 def grid(config: Config, world_size: int) -> Grid:
-    """Rows of ``--shard-size`` data-parallel ranks with ``--sharding hsdp``, else one row."""
+    """Replicas of ``--shard-size`` data-parallel ranks with ``--sharding hsdp``, else one
+    replica.
+    """
     flags = config.parallel
     tp = flags.tensor_model_parallel_size
     ranks = world_size // tp
-    columns = flags.shard_size if flags.sharding == "hsdp" and flags.shard_size else ranks
-    return Grid(rows=ranks // columns, columns=columns, tp=tp)
+    shards = flags.shard_size if flags.sharding == "hsdp" and flags.shard_size else ranks
+    return Grid(replicas=ranks // shards, shards=shards, tp=tp)
 
 
 def batches(config: Config, data_parallel_size: int) -> Batches:
@@ -312,7 +314,7 @@ def runtime_config(config: Config, *, ns_cpu_dtype: CpuDtype = "fp32") -> Runtim
             policy=owners.owner_planner,
             byte_cap=owners.owner_byte_cap,
             spread_layers=owners.owner_layer_spreading,
-            balance_columns=owners.owner_column_balance,
+            balance_rails=owners.owner_column_balance,
         ),
         ns_cost=owners.ns_cost,
         ns_cost_file=owners.ns_cost_file,

@@ -34,12 +34,16 @@ def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
 def describe_grid(config: Config, mesh: Mesh) -> str:
     """One line: the line of work, and how the ranks are laid out."""
     flags, owners = config.parallel, config.ownership
-    rows = f"{mesh.rows} rows of {mesh.columns} ranks" if mesh.rows > 1 else f"{mesh.columns} ranks"
+    replicas = (
+        f"{mesh.replicas} replicas of {mesh.shards} ranks"
+        if mesh.replicas > 1
+        else f"{mesh.shards} ranks"
+    )
     tp = f" x {mesh.tp} tensor-parallel" if mesh.tp > 1 else ""
-    publishes = mesh.rows > 1 and owners.param_layout == "owner"
+    publishes = mesh.replicas > 1 and owners.param_layout == "owner"
     publish = f" | publish {flags.publish}" if publishes else ""
     return (
-        f"line {owners.line} | {flags.sharding} on {rows}{tp} | ZeRO-{flags.zero_stage} |"
+        f"line {owners.line} | {flags.sharding} on {replicas}{tp} | ZeRO-{flags.zero_stage} |"
         f" layout {owners.param_layout}, collectives {owners.collectives}, matrix update"
         f" {owners.matrix_update}{publish}"
     )

@@ -151,7 +151,7 @@ def _mesh(config: Config) -> Mesh:
     if not dist.is_initialized():
         world = mesh_from_environment(device="cpu").world_size
         layout = grid(config, world)
-        return mesh_from_environment(rows=layout.rows, tp=layout.tp, device=device)
+        return mesh_from_environment(replicas=layout.replicas, tp=layout.tp, device=device)
     world, rank = dist.get_world_size(), dist.get_rank()
     layout = grid(config, world)
     cuda = "nccl" in dist.get_backend() or (torch.cuda.is_available() and device != "cpu")
@@ -159,8 +159,8 @@ def _mesh(config: Config) -> Mesh:
         world_size=world,
         rank=rank,
         local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        rows=layout.rows,
-        columns=layout.columns,
+        replicas=layout.replicas,
+        shards=layout.shards,
         tp=layout.tp,
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
         backend=dist.get_backend(),

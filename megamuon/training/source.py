@@ -65,10 +65,10 @@ class Source:
         return None if isinstance(self.plan_or_problem, str) else self.plan_or_problem
 
     def plan_for(self, mesh: Mesh) -> OwnershipPlan | None:
-        """The stored plan, where it is for a grid of the same rows, columns and tensor-parallel
+        """The stored plan, where it is for a grid of the same replicas, shards and tensor-parallel
         ranks.
         """
-        ours = Topology(rows=mesh.rows, columns=mesh.columns, tp=mesh.tp)
+        ours = Topology(replicas=mesh.replicas, shards=mesh.shards, tp=mesh.tp)
         return self.plan if self.plan is not None and self.plan.topology == ours else None
 
     @property

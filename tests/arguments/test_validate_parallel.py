@@ -222,7 +222,7 @@ def test_batches_count_data_parallel_ranks():
     [
         ("--sequence-parallel", "--sequence-parallel: off without tensor parallelism"),
         ("--publish sync", "no effect of --publish"),
-        ("--publish-tile-kib 64", "no effect of --publish-tile-kib, since there is one row"),
+        ("--publish-tile-kib 64", "no effect of --publish-tile-kib, since there is one replica"),
         ("--line C --fabric host --chunk-kib 4", "grouped: no effect of --fabric, --chunk-kib"),
         ("--collectives p2p --ring-slots 4 --collective-deadline 9", "p2p: no effect of --ring"),
         ("--moe-router-topk 1 --merge-experts", "no effect of --merge-experts, --moe-router-topk"),

@@ -107,22 +107,22 @@ def test_what_the_device_operators_lack_is_said_before_anything_is_made(
 
 
 @pytest.mark.parametrize(
-    ("here", "columns", "tp", "expected"),
+    ("here", "shards", "tp", "expected"),
     [
-        ("8", 8, 1, 8),  # a row is a node
+        ("8", 8, 1, 8),  # a replica is a node
         ("8", 16, 1, 8),  # FSDP on two nodes
         ("8", 4, 2, 4),
         ("8", 8, 2, 4),
-        ("8", 12, 1, 6),  # the largest part of the row that fits
+        ("8", 12, 1, 6),  # the largest part of the replica that fits
         ("1", 4, 1, 1),
         ("4", 3, 8, 1),  # tensor parallelism is wider than a node
         (None, 4, 2, 4),  # no launcher
     ],
 )
 def test_the_ranks_of_a_node_are_the_launcher_s(
-    here: str | None, columns: int, tp: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    here: str | None, shards: int, tp: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if here is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
-    assert node_size(mesh_of(0, columns * tp, tp=tp)) == expected
+    assert node_size(mesh_of(0, shards * tp, tp=tp)) == expected

@@ -1,4 +1,4 @@
-"""Leader copies and the publisher's rules on one row, where nothing travels."""
+"""Leader copies and the publisher's rules on one replica, where nothing travels."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ NAMES = {index: f"weight{index}" for index in SIZES}
 
 
 def publisher(copies: LeaderCopies, *, ordered: bool = False) -> Publisher:
-    rows = dict.fromkeys(SIZES, 0)
+    replicas = dict.fromkeys(SIZES, 0)
     return Publisher(
-        copies, names=NAMES, owner_rows=rows, group=None, row=0, traffic=Traffic(), ordered=ordered
+        copies,
+        names=NAMES,
+        owner_replicas=replicas,
+        group=None,
+        replica=0,
+        traffic=Traffic(),
+        ordered=ordered,
     )
 
 
@@ -106,7 +112,9 @@ def test_what_the_publisher_refuses() -> None:
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     copies = LeaderCopies({0: 4}, torch.float32, "cpu")
-    with pytest.raises(ValueError, match="parameter 0 has a leader copy but no name or owner row"):
-        Publisher(copies, names={0: "w"}, owner_rows={}, group=None, row=0)
-    with pytest.raises(ValueError, match=r"w: owner row 1 is outside 0\.\.0"):
-        Publisher(copies, names={0: "w"}, owner_rows={0: 1}, group=None, row=0)
+    with pytest.raises(
+        ValueError, match="parameter 0 has a leader copy but no name or owner replica"
+    ):
+        Publisher(copies, names={0: "w"}, owner_replicas={}, group=None, replica=0)
+    with pytest.raises(ValueError, match=r"w: owner replica 1 is outside 0\.\.0"):
+        Publisher(copies, names={0: "w"}, owner_replicas={0: 1}, group=None, replica=0)

@@ -10,7 +10,7 @@ import torch
 
 from megamuon.collectives import (
     CollectiveError,
-    RowSegment,
+    ReplicaSegment,
     SegmentTable,
     StagedWork,
     TableSegment,
@@ -24,63 +24,65 @@ from megamuon.collectives.staged_work import STAGE_1, STAGE_2, STAGE_2_SHARE
 from megamuon.collectives.two_stage import chain_sum
 
 
-def columns(*sizes: int) -> SegmentTable:
-    offsets = [sum(sizes[:column]) for column in range(len(sizes))]
+def shards(*sizes: int) -> SegmentTable:
+    offsets = [sum(sizes[:shard]) for shard in range(len(sizes))]
     return SegmentTable.build(
         len(sizes),
         [
-            TableSegment(rank=column, offset=offset, numel=size)
-            for column, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
+            TableSegment(rank=shard, offset=offset, numel=size)
+            for shard, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
         ],
     )
 
 
 def test_a_window_holds_this_rows_pieces_and_those_of_all() -> None:
-    pieces = (RowSegment(0, 2, 1), RowSegment(2, 3, None), RowSegment(5, 4, 0))
-    table = TwoStageTable(columns(9, 0), (pieces, ()))
+    pieces = (ReplicaSegment(0, 2, 1), ReplicaSegment(2, 3, None), ReplicaSegment(5, 4, 0))
+    table = TwoStageTable(shards(9, 0), (pieces, ()))
     assert table.pieces(0, 1) == pieces[:2]
     assert table.numel_of(0, 0) == 7
     assert table.numel_of(1, 0) == 0
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("replicas", "message"),
     [
-        (((RowSegment(0, 9, 0),),), "pieces of 1 columns for a table of 2"),
-        (((RowSegment(1, 8, 0),), ()), "column 0: .* does not follow the piece that ends at 0"),
-        (((RowSegment(0, 9, -1),), ()), "does not follow"),
-        (((RowSegment(0, 8, 0),), ()), "pieces of 8 elements in all, but the column holds 9"),
+        (((ReplicaSegment(0, 9, 0),),), "pieces of 1 shards for a table of 2"),
+        (((ReplicaSegment(1, 8, 0),), ()), "shard 0: .* does not follow the piece that ends at 0"),
+        (((ReplicaSegment(0, 9, -1),), ()), "does not follow"),
+        (((ReplicaSegment(0, 8, 0),), ()), "pieces of 8 elements in all, but the rail holds 9"),
     ],
 )
-def test_bad_tables_are_refused(rows: tuple[tuple[RowSegment, ...], ...], message: str) -> None:
+def test_bad_tables_are_refused(
+    replicas: tuple[tuple[ReplicaSegment, ...], ...], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        TwoStageTable(columns(9, 0), rows)
+        TwoStageTable(shards(9, 0), replicas)
 
 
 def reducer(**changed: Any) -> TwoStageReducer:
     transport = build_transport(
         "grouped", TransportSettings(gather_group=None, reduce_group=None, wire_dtype=torch.float32)
     )
-    place = {"column": 0, "row": 0, "rows": 1, "columns": 1, "wire_dtype": torch.float32}
+    place = {"shard": 0, "replica": 0, "replicas": 1, "shards": 1, "wire_dtype": torch.float32}
     return TwoStageReducer(transport, None, **(place | changed))
 
 
-def test_a_reducer_checks_its_place_its_window_and_its_rows() -> None:
-    with pytest.raises(ValueError, match="rank 0 of 1, not column 1 of 2"):
-        reducer(column=1, columns=2)
-    with pytest.raises(ValueError, match="rank 0 of 1, not row 0 of 2"):
-        reducer(rows=2)
-    table = TwoStageTable(columns(3), ((RowSegment(0, 3, 0),),))
+def test_a_reducer_checks_its_place_its_window_and_its_replicas() -> None:
+    with pytest.raises(ValueError, match="rank 0 of 1, not shard 1 of 2"):
+        reducer(shard=1, shards=2)
+    with pytest.raises(ValueError, match="rank 0 of 1, not replica 0 of 2"):
+        reducer(replicas=2)
+    table = TwoStageTable(shards(3), ((ReplicaSegment(0, 3, 0),),))
     with pytest.raises(ValueError, match="a window of 2 elements for pieces of 3"):
         reducer().reduce(torch.zeros(3), table, torch.zeros(2), first=True)
-    outside = TwoStageTable(columns(3), ((RowSegment(0, 3, 1),),))
-    with pytest.raises(ValueError, match="a row outside 1"):
+    outside = TwoStageTable(shards(3), ((ReplicaSegment(0, 3, 1),),))
+    with pytest.raises(ValueError, match="a replica outside 1"):
         reducer().reduce(torch.zeros(3), outside, torch.zeros(0), first=True)
 
 
 def test_a_chain_rounds_each_hop_but_the_last() -> None:
     parts = torch.tensor([[1.0], [256.0], [1.0]], dtype=torch.bfloat16)
-    # To row 0: 256 + 1 is lost on its hop, the owner's 1 is not. To row 1: 1 + 1 first.
+    # To replica 0: 256 + 1 is lost on its hop, the owner's 1 is not. To replica 1: 1 + 1 first.
     assert chain_sum(parts, 0, torch.float32).item() == 257.0
     assert chain_sum(parts, 1, torch.float32).item() == 258.0
     assert chain_sum(parts, 2, torch.float32).item() == 257.0

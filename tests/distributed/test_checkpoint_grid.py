@@ -1,5 +1,5 @@
-"""Saved on one grid, taken up on another: any line, rows, columns, tensor parallelism, ZeRO stage,
-planner policy and optimizer.
+"""Saved on one grid, taken up on another: any line, replicas, shards, tensor parallelism, ZeRO
+stage, planner policy and optimizer.
 
 Every run starts from the same weights and sees the same data, saves after two steps and goes on for
 two more. The oracle of a load is what was saved, bit for bit, and then the steps of the run that
@@ -41,8 +41,8 @@ class Layout:
     """How a model lies on ranks."""
 
     line: str = "C"  # D opens its pool after two steps; E is the owners' runtime on even slices
-    rows: int = 1
-    columns: int = 1
+    replicas: int = 1
+    shards: int = 1
     tp: int = 1
     stage: int = 3
     optimizer: str = "muon"
@@ -52,7 +52,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        return self.rows * self.columns * self.tp
+        return self.replicas * self.shards * self.tp
 
 
 L = Layout
@@ -64,48 +64,48 @@ NORMUON: dict[str, Any] = {"optimizer": "normuon"}
 
 LAYOUTS: dict[str, Layout] = {
     "C alone": L(),
-    "C 1x2": L(columns=2, stage=2, planner="round_robin"),
+    "C 1x2": L(shards=2, stage=2, planner="round_robin"),
     "C tp": L(tp=2, stage=2),
-    "C 2x1": L(rows=2),
-    "C 1x3": L(columns=3, stage=1, planner="numel"),
-    "M 1x3": L(line="M", columns=3, planner="cost_aware"),
-    "C 2x2": L(rows=2, columns=2),
-    "C 4x1": L(rows=4, stage=2),
-    "C 1x4": L(columns=4, stage=1),
-    "C 1x2 tp": L(columns=2, tp=2),
-    "C 2x1 tp": L(rows=2, tp=2, stage=2),
-    "B 1x4": L(line="B", columns=4),
-    "B 2x2": L(line="B", rows=2, columns=2, stage=2),
-    "B 2x1 tp": L(line="B", rows=2, tp=2),
-    "M 1x4": L(line="M", columns=4, planner="role_greedy"),
-    "M 1x4 scope": L(line="M", columns=4, planner="scope_greedy"),
-    "D 1x4": L(line="D", columns=4, stage=1),
-    "D 2x2": L(line="D", rows=2, columns=2),
-    "D 2x1 tp": L(line="D", rows=2, tp=2, stage=2),
-    "C 1x8 merged": L(columns=8, threshold=MERGED),
-    "C 2x2 tp": L(rows=2, columns=2, tp=2),
-    "B 4x2": L(line="B", rows=4, columns=2, stage=2),
-    "adam A 1x4": L(line="A", columns=4, **ADAM),
-    "adam A 2x2": L(line="A", rows=2, columns=2, stage=2, **ADAM),
-    "adam A 1x2 tp": L(line="A", columns=2, tp=2, **ADAM),
-    "adam A 1x3": L(line="A", columns=3, **ADAM),
-    "adam C 2x2": L(rows=2, columns=2, **ADAM),
-    "adam C 2x1 tp": L(rows=2, tp=2, stage=2, **ADAM),
-    "adam E 1x2": L(line="E", columns=2, **ADAM),
-    "moe C 2x2": L(rows=2, columns=2, **MOE),
-    "moe C 1x2 tp": L(columns=2, tp=2, stage=2, **MOE),
-    "moe B 1x4": L(line="B", columns=4, **MOE),
-    "moe M 1x3": L(line="M", columns=3, planner="role_greedy", **MOE),
-    "moe C 1x8 merged": L(columns=8, threshold=MERGED, **MOE),
+    "C 2x1": L(replicas=2),
+    "C 1x3": L(shards=3, stage=1, planner="numel"),
+    "M 1x3": L(line="M", shards=3, planner="cost_aware"),
+    "C 2x2": L(replicas=2, shards=2),
+    "C 4x1": L(replicas=4, stage=2),
+    "C 1x4": L(shards=4, stage=1),
+    "C 1x2 tp": L(shards=2, tp=2),
+    "C 2x1 tp": L(replicas=2, tp=2, stage=2),
+    "B 1x4": L(line="B", shards=4),
+    "B 2x2": L(line="B", replicas=2, shards=2, stage=2),
+    "B 2x1 tp": L(line="B", replicas=2, tp=2),
+    "M 1x4": L(line="M", shards=4, planner="role_greedy"),
+    "M 1x4 scope": L(line="M", shards=4, planner="scope_greedy"),
+    "D 1x4": L(line="D", shards=4, stage=1),
+    "D 2x2": L(line="D", replicas=2, shards=2),
+    "D 2x1 tp": L(line="D", replicas=2, tp=2, stage=2),
+    "C 1x8 merged": L(shards=8, threshold=MERGED),
+    "C 2x2 tp": L(replicas=2, shards=2, tp=2),
+    "B 4x2": L(line="B", replicas=4, shards=2, stage=2),
+    "adam A 1x4": L(line="A", shards=4, **ADAM),
+    "adam A 2x2": L(line="A", replicas=2, shards=2, stage=2, **ADAM),
+    "adam A 1x2 tp": L(line="A", shards=2, tp=2, **ADAM),
+    "adam A 1x3": L(line="A", shards=3, **ADAM),
+    "adam C 2x2": L(replicas=2, shards=2, **ADAM),
+    "adam C 2x1 tp": L(replicas=2, tp=2, stage=2, **ADAM),
+    "adam E 1x2": L(line="E", shards=2, **ADAM),
+    "moe C 2x2": L(replicas=2, shards=2, **MOE),
+    "moe C 1x2 tp": L(shards=2, tp=2, stage=2, **MOE),
+    "moe B 1x4": L(line="B", shards=4, **MOE),
+    "moe M 1x3": L(line="M", shards=3, planner="role_greedy", **MOE),
+    "moe C 1x8 merged": L(shards=8, threshold=MERGED, **MOE),
     "soap C tp": L(tp=2, **SOAP),
-    "soap C 2x2": L(rows=2, columns=2, **SOAP),
-    "soap B 2x1 tp": L(line="B", rows=2, tp=2, **SOAP),
-    "shampoo B 1x2": L(line="B", columns=2, **SHAMPOO),
-    "shampoo C 1x2 tp": L(columns=2, tp=2, **SHAMPOO),
-    "shampoo C 4x1": L(rows=4, **SHAMPOO),
-    "normuon C 2x1 tp": L(rows=2, tp=2, **NORMUON),
-    "normuon B 2x2": L(line="B", rows=2, columns=2, **NORMUON),
-    "normuon C 1x3": L(columns=3, **NORMUON),
+    "soap C 2x2": L(replicas=2, shards=2, **SOAP),
+    "soap B 2x1 tp": L(line="B", replicas=2, tp=2, **SOAP),
+    "shampoo B 1x2": L(line="B", shards=2, **SHAMPOO),
+    "shampoo C 1x2 tp": L(shards=2, tp=2, **SHAMPOO),
+    "shampoo C 4x1": L(replicas=4, **SHAMPOO),
+    "normuon C 2x1 tp": L(replicas=2, tp=2, **NORMUON),
+    "normuon B 2x2": L(line="B", replicas=2, shards=2, **NORMUON),
+    "normuon C 1x3": L(shards=3, **NORMUON),
 }  # fmt: skip
 
 # Who takes up what each of them has saved.
@@ -140,7 +140,7 @@ PAIRS = [(source, target) for source, targets in LOADS.items() for target in tar
 
 def build(rank: int, layout: Layout, seed: int = SEED) -> Any:
     """The layout's runtime; ``seed`` is that of its initial weights."""
-    mesh = mesh_of(rank, layout.world, rows=layout.rows, tp=layout.tp)
+    mesh = mesh_of(rank, layout.world, replicas=layout.replicas, tp=layout.tp)
     # Expert balance is a mean over what a rank sees, which no other number of ranks repeats.
     config = replace(model_config(layout.model), aux_loss_coefficient=0.0)
     with torch.device("meta"):
@@ -242,7 +242,7 @@ def all_loads(rank: int, world: int, folder: Path, pairs: Sequence[tuple[str, st
 def take_up(rank: int, folder: Path, source: str, layout: Layout, ranks: Ranks) -> dict[str, Any]:
     """Load what ``source`` saved, compare every piece and weight, and go on."""
     runtime = build(rank, layout, seed=SEED + 1)
-    if layout.rows > 1:
+    if layout.replicas > 1:
         advance(runtime, range(1))  # its weights are still on their way to the leaders
     pieces = runtime.state(everywhere=True)
     for piece in pieces:
@@ -332,7 +332,7 @@ def test_what_was_saved_is_there_and_the_run_goes_on(
 ) -> None:
     ranks = loaded[pair]
     assert [rank["wrong"] for rank in ranks] == [[] for _ in ranks]
-    assert len({rank["loss"] for rank in ranks}) == 1  # leaders of all rows have the weights
+    assert len({rank["loss"] for rank in ranks}) == 1  # leaders of all replicas have the weights
     assert ranks[0]["loss"] == pytest.approx(ranks[0]["expected"], rel=1e-12)
     for rank in ranks:
         assert rank["worst"] < 1e-12, rank["worst"]

@@ -21,7 +21,7 @@ from tests.support.ranks import run_ranks, run_ranks_outcomes
 from tests.support.scenarios import SCENARIOS, Block, build
 
 STEPS = 6
-ROWS = 2
+REPLICAS = 2
 
 
 def sharded(rank: int, world: int, *, publish: str, name: str = "plain", stage: int = 3) -> Runtime:
@@ -30,7 +30,7 @@ def sharded(rank: int, world: int, *, publish: str, name: str = "plain", stage: 
         build(SCENARIOS[name]).float(),
         layers=(Block,),
         config=config,
-        mesh=mesh_of(rank, world, rows=ROWS),
+        mesh=mesh_of(rank, world, replicas=REPLICAS),
     )
 
 
@@ -84,7 +84,7 @@ def untouched_layers(rank: int, world: int) -> bool:
 
 
 def loading(rank: int, world: int) -> bool:
-    """Masters written from outside reach the leaders of all rows before the next forward."""
+    """Masters written from outside reach the leaders of all replicas before the next forward."""
     runtime = sharded(rank, world, publish="async")
     runtime.model(numbers(rank, 0)).square().mean().backward()
     runtime.step(0.05)
@@ -181,5 +181,5 @@ def test_the_others_name_a_peer_that_died_while_publishing() -> None:
     outcomes = run_ranks_outcomes(killed_during_publish, 4, timeout=60.0, grace=20.0)
     assert not outcomes[0].finished
     assert time.monotonic() - started < 30
-    column = outcomes[2].error  # rank 2 leads what rank 0 owns
-    assert "publish of " in column and "row 0" in column, column
+    shard = outcomes[2].error  # rank 2 leads what rank 0 owns
+    assert "publish of " in shard and "replica 0" in shard, shard

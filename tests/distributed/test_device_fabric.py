@@ -27,7 +27,7 @@ from tests.support.stand_in_streams import stand_in_parts
 
 pytestmark = pytest.mark.slow
 
-# Rows and columns, narrow transfers, tensor parallelism, every way of keeping and reducing.
+# Replicas and shards, narrow transfers, tensor parallelism, every way of keeping and reducing.
 CHOSEN = (
     "fsdp zero 2",
     "hsdp 2x2, small chunks",
@@ -66,7 +66,7 @@ def _train(rank: int, world: int, library: Path) -> dict[str, Any]:
     for name in CHOSEN:
         publishers.clear()
         run = RUNS[name]
-        mesh = mesh_of(rank, world, rows=run.case.rows, tp=run.case.tp)
+        mesh = mesh_of(rank, world, replicas=run.case.replicas, tp=run.case.tp)
         c = train(run, mesh, "grouped")
         d = train(run, mesh, "ready", fabric="nccl")
         found[name] = {
@@ -101,19 +101,19 @@ def test_the_operator_publishes_from_the_opening_of_the_pool_on(
     results: list[dict[str, Any]], name: str
 ) -> None:
     """Before it, first calls of libraries synchronise a GPU, which a waiting kernel would hang."""
-    several_rows = RUNS[name].case.rows > 1
+    several_replicas = RUNS[name].case.replicas > 1
     for result in results:
         taken_over = [re.sub(r"\d+$", "N", text) for text in result[name]["publishers"]]
-        assert taken_over == (["Publisher up to update N", "ReadyPublisher"] * several_rows)
+        assert taken_over == (["Publisher up to update N", "ReadyPublisher"] * several_replicas)
 
 
 def _train_on_nodes(rank: int, world: int, library: Path) -> dict[str, list[tuple[float, float]]]:
-    """Losses of grouped calls and of line D on rows of several nodes."""
+    """Losses of grouped calls and of line D on replicas of several nodes."""
     choice.device_parts = lambda device: stand_in_parts(library)
     found = {}
     for name, size in NODES.items():
         run = RUNS[name]
-        mesh = mesh_of(rank, world, rows=run.case.rows)
+        mesh = mesh_of(rank, world, replicas=run.case.replicas)
         c = train(run, mesh, "grouped")
         choice.node_size = lambda mesh, size=size: size
         d = train(run, mesh, "ready", fabric="nccl")
@@ -132,9 +132,9 @@ def test_rows_of_several_nodes_train_alike(stand_in: Path) -> None:
 
 
 def _made(
-    rank: int, world: int, library: Path, *, rows: int = 1, **settings: Any
+    rank: int, world: int, library: Path, *, replicas: int = 1, **settings: Any
 ) -> tuple[DeviceFabric, Any]:
-    mesh = mesh_of(rank, world, rows=rows)
+    mesh = mesh_of(rank, world, replicas=replicas)
     group = new_group(mesh, "data")
     loaded, streams = stand_in_parts(library)
     return (
@@ -229,7 +229,7 @@ def _lacks(rank: int, world: int, library: Path) -> str:
     choice.device_parts = parts
     run = RUNS["fsdp"]
     mesh = mesh_of(rank, world)
-    case = replace(run.case, columns=world)
+    case = replace(run.case, shards=world)
     with pytest.raises(MeshError) as raised:
         train(replace(run, case=case), mesh, "ready", fabric="nccl")
     return str(raised.value)

@@ -23,7 +23,7 @@ from tools.reference_training import Training, reference_run
 from tools.sharded_training import Case, Difference, not_applicable, run_cases
 
 MODELS = ("nano", "nano-moe")
-# Rows, columns and tp on four and on eight ranks.
+# Replicas, shards and tp on four and on eight ranks.
 SHAPES = {
     4: ((1, 4, 1), (2, 2, 1), (1, 2, 2)),
     8: ((1, 8, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2)),
@@ -83,18 +83,18 @@ def combinations(ranks: int, steps: int) -> Iterator[tuple[Chosen, Case]]:
     for line, shape, stage, model, recompute in itertools.product(
         "ABCDM", SHAPES[ranks], (1, 2, 3), MODELS, (False, True)
     ):
-        rows, columns, tp = shape
-        owners_on_rows = line in "CD" and rows > 1
+        replicas, shards, tp = shape
+        owners_on_replicas = line in "CD" and replicas > 1
         for accumulation, sequence, publish in itertools.product(
             (1, 2, "reduced once"),
             (False, True) if tp > 1 else (False,),
-            ("async", "sync") if owners_on_rows else (None,),
+            ("async", "sync") if owners_on_replicas else (None,),
         ):
             once = accumulation == "reduced once"
             case = Case(
                 line=line,
-                rows=rows,
-                columns=columns,
+                replicas=replicas,
+                shards=shards,
                 tp=tp,
                 zero_stage=stage,
                 sequence_parallel=sequence,
@@ -109,7 +109,7 @@ def combinations(ranks: int, steps: int) -> Iterator[tuple[Chosen, Case]]:
                     length=8,
                 ),
             )
-            values = (line, f"{rows}x{columns}", stage, tp, model)
+            values = (line, f"{replicas}x{shards}", stage, tp, model)
             values += (accumulation, recompute, sequence, publish)
             if not_applicable(case) is None:
                 yield dict(zip(FACTORS, values, strict=True)), case
@@ -182,7 +182,7 @@ def test_the_subset_covers_the_grid() -> None:
         for pair in itertools.combinations(
             (
                 case.line,
-                f"{case.rows}x{case.columns}",
+                f"{case.replicas}x{case.shards}",
                 case.zero_stage,
                 f"tp {case.tp}",
                 case.training.model,
@@ -242,7 +242,7 @@ def test_owners_on_few_ranks(bench: Bench, ranks: int) -> None:
         [
             Case(
                 line="C",
-                columns=ranks,
+                shards=ranks,
                 zero_stage=stage,
                 collectives=("grouped", "ready", "per_owner")[(2 * number + ranks) % 3],
                 gradient_reduction="step"
@@ -259,19 +259,19 @@ def test_owners_on_few_ranks(bench: Bench, ranks: int) -> None:
 
 
 def test_more_ranks_than_units(bench: Bench) -> None:
-    """Eight ranks on a model of five units, as one row and as two; and AdamW for everything."""
+    """Eight ranks on a model of five units, as one replica and as two; and AdamW for everything."""
     training = Training(steps=6, batch=8, length=8)
     whole = {"unit_threshold": 5_000_000, "training": training}
     adam = {**whole, "training": replace(training, optimizer="adam")}
     bench.check(
         [
-            Case(line="C", columns=8, **whole),
-            Case(line="C", rows=2, columns=4, zero_stage=2, publish="async", **whole),
-            Case(line="C", columns=8, zero_stage=2, **adam),
-            Case(line="C", rows=4, columns=1, tp=2, publish="sync", **adam),
-            Case(line="D", rows=4, columns=1, tp=2, publish="async", **whole),
-            Case(line="D", columns=8, **adam),
-            Case(line="B", rows=2, columns=4, **adam),
+            Case(line="C", shards=8, **whole),
+            Case(line="C", replicas=2, shards=4, zero_stage=2, publish="async", **whole),
+            Case(line="C", shards=8, zero_stage=2, **adam),
+            Case(line="C", replicas=4, shards=1, tp=2, publish="sync", **adam),
+            Case(line="D", replicas=4, shards=1, tp=2, publish="async", **whole),
+            Case(line="D", shards=8, **adam),
+            Case(line="B", replicas=2, shards=4, **adam),
         ]
     )
 
@@ -283,10 +283,10 @@ def test_other_matrix_optimizers(bench: Bench, optimizer: str) -> None:
     experts = replace(training, model="nano-moe")
     bench.check(
         [
-            Case(line="D", rows=2, columns=1, tp=2, publish="async", training=training),
-            Case(line="B", rows=2, columns=2, zero_stage=2, training=training),
-            Case(line="M", columns=4, training=training),
-            Case(line="C", columns=4, training=experts),
+            Case(line="D", replicas=2, shards=1, tp=2, publish="async", training=training),
+            Case(line="B", replicas=2, shards=2, zero_stage=2, training=training),
+            Case(line="M", shards=4, training=training),
+            Case(line="C", shards=4, training=experts),
         ]
     )
 
@@ -298,14 +298,14 @@ def test_float32_losses_stay_close(bench: Bench) -> None:
     training = Training(steps=20, dtype=torch.float32, accumulation=2, batch=16)
     experts = replace(training, model="nano-moe", recompute=True)
     cases = [
-        Case(line="A", rows=2, columns=2, training=training),
-        Case(line="B", columns=2, tp=2, zero_stage=2, training=experts),
-        Case(line="C", columns=4, gradient_reduction="step", training=training),
-        Case(line="C", rows=2, columns=1, tp=2, publish="async", training=training),
-        Case(line="C", rows=2, columns=2, zero_stage=2, publish="async", training=experts),
-        Case(line="D", rows=4, columns=1, publish="async", training=experts),
-        Case(line="D", columns=4, gradient_reduction="step", training=training),
-        Case(line="M", columns=4, training=experts),
+        Case(line="A", replicas=2, shards=2, training=training),
+        Case(line="B", shards=2, tp=2, zero_stage=2, training=experts),
+        Case(line="C", shards=4, gradient_reduction="step", training=training),
+        Case(line="C", replicas=2, shards=1, tp=2, publish="async", training=training),
+        Case(line="C", replicas=2, shards=2, zero_stage=2, publish="async", training=experts),
+        Case(line="D", replicas=4, shards=1, publish="async", training=experts),
+        Case(line="D", shards=4, gradient_reduction="step", training=training),
+        Case(line="M", shards=4, training=experts),
     ]
     for case, found in zip(cases, bench.differences(cases), strict=True):
         assert max(difference.loss for difference in found) < 1e-4, (case.name, found)
@@ -313,7 +313,7 @@ def test_float32_losses_stay_close(bench: Bench) -> None:
 
 @pytest.mark.parametrize("line", ["A", "B", "C", "D", "M"])
 def test_a_wrong_learning_rate_on_one_rank_is_seen(bench: Bench, line: str) -> None:
-    case = Case(line=line, columns=2, training=Training(steps=2, batch=2, length=4))
+    case = Case(line=line, shards=2, training=Training(steps=2, batch=2, length=4))
     (found,) = bench.differences([case], fault="learning-rate")
     assert max(difference.weight for difference in found) > 1e-7
     assert max(difference.loss for difference in found) > 1e-9

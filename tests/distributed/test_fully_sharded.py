@@ -38,9 +38,9 @@ SETTINGS = (
     Setting(),
     Setting(zero_stage=2, accumulation=2, evaluate=True),
     Setting(accumulation=2, reduce_once=True, recompute=True),
-    Setting(rows=2, recompute=True),
-    Setting(rows=2, zero_stage=2, accumulation=2, reduce_once=True),
-    Setting(rows=4, evaluate=True),
+    Setting(replicas=2, recompute=True),
+    Setting(replicas=2, zero_stage=2, accumulation=2, reduce_once=True),
+    Setting(replicas=4, evaluate=True),
 )
 
 
@@ -68,7 +68,7 @@ def textbook(case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
 
 def skipped_steps(rank: int) -> dict[str, Any]:
     """A gradient that is not finite on one rank, then a clean step; then an unused layer."""
-    runtime = make(grid(rank, 2, 2), Setting(rows=2))
+    runtime = make(grid(rank, 2, 2), Setting(replicas=2))
     before = described(runtime.state(optimizer=False, everywhere=True))
     tokens, labels = batch_of(0, Case())
     loss = runtime.model(tokens[:2], labels=labels[:2]).mean()
@@ -117,7 +117,7 @@ def work(rank: int, world: int, folder: str) -> dict[str, Any]:
     """All that needs four ranks."""
     runs = []
     for setting in SETTINGS:
-        runtime = make(grid(rank, setting.rows, world // setting.rows), setting)
+        runtime = make(grid(rank, setting.replicas, world // setting.replicas), setting)
         losses, norms = advance(runtime, rank, world, range(STEPS), setting)
         whole = dict(runtime.full_parameters())
         runs.append((losses, norms, whole if rank in (0, 3) else None))
@@ -143,7 +143,7 @@ def owner_runtime() -> Any:
 def checkpoints(rank: int, world: int, folder: str) -> list[dict[str, Tensor]]:
     """Half the steps on one runtime, half on the other, both ways."""
     results = []
-    makers = [lambda: make(grid(rank, 2, 2), Setting(rows=2)), owner_runtime]
+    makers = [lambda: make(grid(rank, 2, 2), Setting(replicas=2)), owner_runtime]
     for number, (first, second) in enumerate((makers, makers[::-1])):
         runtime = first()
         advance(runtime, rank, world, range(STEPS // 2), Setting())
@@ -186,9 +186,9 @@ def test_state_tiles_every_whole_once(everyone: list, reference: tuple) -> None:
     assert wholes.keys() == weights.keys() | names
     assert worst({name: wholes[name] for name in weights}, weights) < 1e-9
     assert all(wholes[f"optimizer.step.{name}"] == STEPS for name in weights)
-    # With everywhere, a column of ranks lists the same.
-    for row_zero, row_one in ((0, 2), (1, 3)):
-        first, second = everyone[row_zero]["state"][1], everyone[row_one]["state"][1]
+    # With everywhere, a rail of ranks lists the same.
+    for replica_zero, replica_one in ((0, 2), (1, 3)):
+        first, second = everyone[replica_zero]["state"][1], everyone[replica_one]["state"][1]
         assert [piece[:3] for piece in first] == [piece[:3] for piece in second]
         assert all(torch.equal(a[3], b[3]) for a, b in zip(first, second, strict=True))
     norm = math.sqrt(sum(float(whole.square().sum()) for whole in weights.values()))

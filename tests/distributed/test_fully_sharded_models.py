@@ -1,4 +1,4 @@
-"""Line A on models that are cut, odd or mixed: tensor parallelism, ranks without rows, experts,
+"""Line A on models that are cut, odd or mixed: tensor parallelism, ranks without replicas, experts,
 BF16, and the bytes that FSDP2 sends.
 """
 
@@ -122,8 +122,8 @@ def stack_placements() -> dict[str, Placement]:
 
 
 def run_stack(rank: int, tp: int) -> dict[str, Any]:
-    """Six steps on one row of four ranks: with 2 tensor-parallel ranks behind each of 2, or none
-    (then five rows over four ranks leave the last without any).
+    """Six steps on one replica of four ranks: with 2 tensor-parallel ranks behind each of 2, or
+    none (then five replicas over four ranks leave the last without any).
     """
     mesh = grid(rank, 1, 4 // tp, tp=tp)
     width, group, placements = WIDTH, None, None
@@ -138,7 +138,7 @@ def run_stack(rank: int, tp: int) -> dict[str, Any]:
     )
     norms = []
     for step in range(6):
-        mine = stack_inputs(step).chunk(mesh.columns)[mesh.data_parallel_rank]
+        mine = stack_inputs(step).chunk(mesh.shards)[mesh.data_parallel_rank]
         model(mine).square().mean().backward()
         norms.append(runtime.step(1e-2, 0.1).gradient_norm)
     return {
@@ -316,8 +316,8 @@ def test_mixed_precision_and_sgd(everyone: list) -> None:
 
 
 def test_bytes_are_counted(everyone: list) -> None:
-    """Half of all to the other column: layers gathered twice in BF16, the rest once, all reduced
-    once in FP32; then each half once there and back between the rows.
+    """Half of all to the other shard: layers gathered twice in BF16, the rest once, all reduced
+    once in FP32; then each half once there and back between the replicas.
     """
     for values in everyone:
         seen, padded = values["bf16"], values["bf16"]["padded"]

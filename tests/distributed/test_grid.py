@@ -15,13 +15,13 @@ GRIDS = {"flat": (1, 4, 1), "replicated": (2, 2, 1), "cut": (1, 2, 2), "tall": (
 
 
 def mesh_of(rank: int, grid: tuple[int, int, int], world: int = 4) -> Mesh:
-    rows, columns, tp = grid
+    replicas, shards, tp = grid
     return Mesh(
         world_size=world,
         rank=rank,
         local_rank=rank,
-        rows=rows,
-        columns=columns,
+        replicas=replicas,
+        shards=shards,
         tp=tp,
         device=torch.device("cpu"),
         backend="gloo",

@@ -40,12 +40,12 @@ NAMED = re.compile(
 )
 
 
-def sharded(rank: int, world: int, *, rows: int = 2, **settings: Any) -> Runtime:
+def sharded(rank: int, world: int, *, replicas: int = 2, **settings: Any) -> Runtime:
     return shard(
         build(SCENARIOS["plain"]).float(),
         layers=(Block,),
         config=RuntimeConfig(**{"unit_threshold": 50, **settings}),
-        mesh=mesh_of(rank, world, rows=rows),
+        mesh=mesh_of(rank, world, replicas=replicas),
     )
 
 
@@ -106,7 +106,7 @@ def other_owners(rank: int, world: int, how: str) -> None:
         settings = {"unit_threshold": 10**9 if rank == 1 else 50}
     began = time.monotonic()
     try:
-        sharded(rank, world, rows=1, collectives="p2p", **settings)
+        sharded(rank, world, replicas=1, collectives="p2p", **settings)
     except ScheduleMismatchError:
         assert time.monotonic() - began < SECONDS
         raise
@@ -130,7 +130,9 @@ def stale_copy(rank: int, world: int) -> None:
         runtime.step(0.05)
         if step == 1 and rank == VICTIM:
             publisher = publication.publisher
-            received = [i for i, row in publisher.owner_rows.items() if row != publisher.row]
+            received = [
+                i for i, replica in publisher.owner_replicas.items() if replica != publisher.replica
+            ]
             publisher.wait(received, publication.expected)  # the update has arrived
             publication.copies.stamp(received[-1], 1)  # and is undone
             print("undone:", publisher.names[received[-1]], flush=True)
@@ -157,26 +159,26 @@ def dies(rank: int, world: int, when: str) -> None:
     last = 2 * len(runtime.groups)  # reduction of that step: no gather is under way any more
     if rank == VICTIM and when == "between backward and step":
         between = die_at(2, lambda step: None)
-    elif rank == VICTIM and when == "inside the row":
+    elif rank == VICTIM and when == "inside the replica":
         transport = runtime.engine.transport
         transport.reduce_scatter_v = die_at(last, transport.reduce_scatter_v)
-    elif rank == VICTIM and when == "along the column":
-        column = two_stage._GlooColumn
-        column.exchange = die_at(last, column.exchange)
+    elif rank == VICTIM and when == "along the rail":
+        shard = two_stage._GlooRail
+        shard.exchange = die_at(last, shard.exchange)
     elif rank == VICTIM:
         runtime._step._norm = die_at(2, runtime._step._norm)
     train(runtime, rank, between)
 
 
 @pytest.mark.parametrize(
-    "when", ["between backward and step", "inside the row", "along the column", "before the norm"]
+    "when", ["between backward and step", "inside the replica", "along the rail", "before the norm"]
 )
 def test_the_others_name_the_operation_in_which_they_lost_a_peer(when: str) -> None:
     outcomes = outcomes_of(dies, when)
     assert outcomes[VICTIM].exit_code == 9
     for outcome in outcomes[:VICTIM]:
         assert NAMED.match(outcome.error), outcome.error
-    if when in ("inside the row", "along the column"):
+    if when in ("inside the replica", "along the rail"):
         # In which stage a rank notices it first, and whether through a rank that gave up before it,
         # is a matter of time; tests/collectives/test_staged_work.py has the stages by name.
         assert any("two-stage reduction" in outcome.error for outcome in outcomes)

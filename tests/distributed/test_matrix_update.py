@@ -29,14 +29,14 @@ OPTIMIZERS = {
         matrices="soap", soap=SoapConfig(precondition_frequency=2, null_space="fixed")
     ),
 }
-# rows, tp, ZeRO stage, whether every rank of a row works on every matrix
+# replicas, tp, ZeRO stage, whether every rank of a replica works on every matrix
 GRIDS = ((1, 1, 3, False), (2, 1, 3, False), (1, 2, 3, False), (2, 2, 2, False), (2, 1, 2, True),
          (1, 2, 3, True))  # fmt: skip
 
 
 def build(rank: int, world: int, name: str, grid: tuple[int, int, int, bool]) -> Runtime:
-    rows, tp, stage, gathered = grid
-    mesh = mesh_of(rank, world, rows=rows, tp=tp)
+    replicas, tp, stage, gathered = grid
+    mesh = mesh_of(rank, world, replicas=replicas, tp=tp)
     with torch.device("meta"):
         model, template = GPT(nano_config()), GPT(nano_config())
     placements = None

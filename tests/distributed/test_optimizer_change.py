@@ -29,14 +29,14 @@ MOE = {"model": "nano-moe"}
 NANO, EXPERTS = (21, 17), (66, 23)  # matrices, and what AdamW trains under every optimizer
 # name -> flags that save, flags that load, the model's counts
 CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
-    "line A on rows, then Muon on cut slices": (
+    "line A on replicas, then Muon on cut slices": (
         {**ADAM, "line": "A", **HSDP},
         {"line": "B", **TP},
         NANO,
     ),
-    "Muon on rows, then SOAP cut": (HSDP, {"optimizer": "soap", **TP}, NANO),
+    "Muon on replicas, then SOAP cut": (HSDP, {"optimizer": "soap", **TP}, NANO),
     "Shampoo cut, then line M": ({"optimizer": "shampoo", **TP}, {"line": "M"}, NANO),
-    "experts under line A, then Muon on rows": (
+    "experts under line A, then Muon on replicas": (
         {**MOE, **ADAM, "line": "A"},
         {**MOE, **HSDP},
         EXPERTS,

@@ -25,7 +25,7 @@ STEPS = 6
 F64 = torch.float64
 
 
-def sharded(scenario: Scenario, zero_stage: int, rows: int) -> Runtime:
+def sharded(scenario: Scenario, zero_stage: int, replicas: int) -> Runtime:
     config = RuntimeConfig(
         zero_stage=zero_stage,
         collectives="grouped",
@@ -34,15 +34,15 @@ def sharded(scenario: Scenario, zero_stage: int, rows: int) -> Runtime:
         master_dtype=F64,
         unit_threshold=50,
     )
-    mesh = mesh_of(dist.get_rank(), dist.get_world_size(), rows=rows)
+    mesh = mesh_of(dist.get_rank(), dist.get_world_size(), replicas=replicas)
     return shard(build(scenario), layers=(Block,), config=config, mesh=mesh)
 
 
 def trained(
-    scenario: Scenario, stage: int, rank: int, rows: int, *, pooled: bool
+    scenario: Scenario, stage: int, rank: int, replicas: int, *, pooled: bool
 ) -> tuple[list[Tensor], Runtime]:
     """Losses and windows of all steps, and the weights at the end."""
-    runtime = sharded(scenario, stage, rows)
+    runtime = sharded(scenario, stage, replicas)
     if pooled:
         Opening(runtime, dist.group.WORLD)
     found: list[Tensor] = []
@@ -59,13 +59,13 @@ def trained(
     return found, runtime
 
 
-def run_scenarios(rank: int, world: int, rows: int) -> dict[tuple[str, int], dict[str, object]]:
-    """Every scenario at its stages (on rows: at the last), in the pool and on the heap."""
+def run_scenarios(rank: int, world: int, replicas: int) -> dict[tuple[str, int], dict[str, object]]:
+    """Every scenario at its stages (on replicas: at the last), in the pool and on the heap."""
     found = {}
     for name, scenario in SCENARIOS.items():
-        for stage in scenario.stages if rows == 1 else scenario.stages[-1:]:
-            wanted, _ = trained(scenario, stage, rank, rows, pooled=False)
-            got, runtime = trained(scenario, stage, rank, rows, pooled=True)
+        for stage in scenario.stages if replicas == 1 else scenario.stages[-1:]:
+            wanted, _ = trained(scenario, stage, rank, replicas, pooled=False)
+            got, runtime = trained(scenario, stage, rank, replicas, pooled=True)
             pool = runtime.opened
             assert pool is not None
             found[name, stage] = {
@@ -82,8 +82,8 @@ def run_scenarios(rank: int, world: int, rows: int) -> dict[tuple[str, int], dic
 
 @pytest.fixture(scope="module", params=[(2, 1), (4, 2)], ids=str)
 def results(request: pytest.FixtureRequest) -> list[dict]:
-    world, rows = request.param
-    return run_ranks(run_scenarios, world, rows, timeout=300.0)
+    world, replicas = request.param
+    return run_ranks(run_scenarios, world, replicas, timeout=300.0)
 
 
 def test_all_scenarios_train_to_the_same_bits_in_the_pool(results: list[dict]) -> None:

@@ -23,7 +23,7 @@ SHARED: dict[str, Any] = {
 }
 HSDP = {"sharding": "hsdp", "shard_size": 2}
 TP = {"tensor_model_parallel_size": 2}
-ROWS_OF_TP = {**TP, "sharding": "hsdp", "shard_size": 1}
+REPLICAS_OF_TP = {**TP, "sharding": "hsdp", "shard_size": 1}
 SAMPLE = {"sample_prompt": "abc", "sample_tokens": 3}
 ADAM = {"optimizer": "adam", "lr": 1e-3}
 MOE = {"model": "nano-moe"}
@@ -34,18 +34,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "hsdp, synchronous publish, ZeRO-2": ("muon", {**HSDP, "publish": "sync", "zero_stage": 2}),
     "tensor parallel": ("muon", {**TP, "zero_stage": 2}),
     "sequence parallel": ("muon", {**TP, "sequence_parallel": True, **SAMPLE}),
-    "rows of tensor-parallel ranks": ("muon", ROWS_OF_TP),
+    "replicas of tensor-parallel ranks": ("muon", REPLICAS_OF_TP),
     "line B": ("muon", {"line": "B"}),
     "line C": ("muon", {"line": "C"}),
-    "line C, rows": ("muon", {"line": "C", **HSDP}),
-    "line B, rows of tensor-parallel ranks": ("muon", {"line": "B", **ROWS_OF_TP}),
+    "line C, replicas": ("muon", {"line": "C", **HSDP}),
+    "line B, replicas of tensor-parallel ranks": ("muon", {"line": "B", **REPLICAS_OF_TP}),
     "line M": ("muon", {"line": "M"}),
     "ZeRO-1": ("muon", {"zero_stage": 1}),
     "line A": ("adam", {**ADAM, "line": "A"}),
-    "line A, rows": ("adam", {**ADAM, "line": "A", **HSDP, "zero_stage": 2}),
+    "line A, replicas": ("adam", {**ADAM, "line": "A", **HSDP, "zero_stage": 2}),
     "line A, tensor parallel": ("adam", {**ADAM, "line": "A", **TP}),
     "AdamW on owners": ("adam", {**ADAM, **HSDP}),
-    "SOAP": ("soap", {"optimizer": "soap", **ROWS_OF_TP}),
+    "SOAP": ("soap", {"optimizer": "soap", **REPLICAS_OF_TP}),
     "Shampoo": ("shampoo", {"optimizer": "shampoo", **TP}),
     "NorMuon": ("normuon", {"optimizer": "normuon", "line": "B"}),
     "experts, hsdp": ("experts", {**MOE, **HSDP}),
@@ -63,16 +63,16 @@ REFERENCES: dict[str, dict[str, Any]] = {
 # A run that saves after two steps, and one that goes on from there.
 RESUMES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hsdp, then sequence parallel": ("muon", HSDP, {**TP, "sequence_parallel": True}),
-    "rows of tensor-parallel ranks, then line M": ("muon", ROWS_OF_TP, {"line": "M"}),
-    "line M, then line B on rows": ("muon", {"line": "M"}, {"line": "B", **HSDP}),
-    "line A on rows, then owners": ("adam", {**ADAM, "line": "A", **HSDP}, {**ADAM, **TP}),
-    "SOAP cut, then on rows": (
+    "replicas of tensor-parallel ranks, then line M": ("muon", REPLICAS_OF_TP, {"line": "M"}),
+    "line M, then line B on replicas": ("muon", {"line": "M"}, {"line": "B", **HSDP}),
+    "line A on replicas, then owners": ("adam", {**ADAM, "line": "A", **HSDP}, {**ADAM, **TP}),
+    "SOAP cut, then on replicas": (
         "soap",
         {"optimizer": "soap", **TP},
         {"optimizer": "soap", **HSDP},
     ),
-    "line C on rows, then line D": ("muon", {"line": "C", **HSDP}, HSDP),
-    "experts cut, then on rows": ("experts", {**MOE, **TP}, {**MOE, **HSDP}),
+    "line C on replicas, then line D": ("muon", {"line": "C", **HSDP}, HSDP),
+    "experts cut, then on replicas": ("experts", {**MOE, **TP}, {**MOE, **HSDP}),
 }
 
 
@@ -162,7 +162,7 @@ def test_every_grid_trains_as_one_process(
 
 def test_the_first_line_about_a_run_names_its_grid(results: list[dict[str, Any]]) -> None:
     assert (
-        "line D | hsdp on 2 rows of 1 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
+        "line D | hsdp on 2 replicas of 1 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
         " collectives ready, matrix update owner | publish async" in results[0]["SOAP"][1]
     )
     assert "collectives: ready on the host fabric, 2 nodes x 1 ranks in" in results[0]["SOAP"][1]

@@ -19,11 +19,11 @@ from megamuon.collectives.publish import Publisher
 from megamuon.collectives.traffic import Traffic
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 
-ROWS = 4
+REPLICAS = 4
 VERSIONS = 12
 SIZES = {3: 1, 5: 1000, 0: 1000, 8: 40_000, 2: 7, 11: 0, 6: 1000, 9: 65_537}
 NAMES = {index: f"layers.{index}.weight" for index in SIZES}
-OWNERS = {3: 1, 5: 0, 0: 1, 8: 0, 2: 2, 11: 1, 6: 2, 9: 0}  # row 3 owns nothing
+OWNERS = {3: 1, 5: 0, 0: 1, 8: 0, 2: 2, 11: 1, 6: 2, 9: 0}  # replica 3 owns nothing
 
 
 def contents(index: int, version: int, dtype: torch.dtype) -> torch.Tensor:
@@ -31,14 +31,14 @@ def contents(index: int, version: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(SIZES[index], generator=generator).to(dtype)
 
 
-def column(rank: int, *, dtype: torch.dtype, ordered: bool) -> Publisher:
+def shard(rank: int, *, dtype: torch.dtype, ordered: bool) -> Publisher:
     copies = LeaderCopies(SIZES, dtype, "cpu")
     return Publisher(
         copies,
         names=NAMES,
-        owner_rows=OWNERS,
+        owner_replicas=OWNERS,
         group=dist.new_group(),
-        row=rank,
+        replica=rank,
         traffic=Traffic(),
         ordered=ordered,
     )
@@ -62,7 +62,7 @@ def rounds(rank: int, publisher: Publisher, dtype: torch.dtype) -> list[str]:
                 copies.payload(index).copy_(contents(index, version, dtype))
                 time.sleep(own.choice((0.0, 0.0, 0.01)))
                 publisher.publish(index)
-                sent += (HEADER_BYTES + SIZES[index] * dtype.itemsize) * (ROWS - 1)
+                sent += (HEADER_BYTES + SIZES[index] * dtype.itemsize) * (REPLICAS - 1)
                 calls += 1
         publisher.finish_round()
         time.sleep(own.choice((0.0, 0.02)))
@@ -113,7 +113,9 @@ def only_waits_for_its_own(rank: int, publisher: Publisher) -> list[str]:
 
 
 def an_owner_ahead_waits(rank: int, publisher: Publisher) -> list[str]:
-    """An owner that is a version ahead of a slow row must not overwrite what that row awaits."""
+    """An owner that is a version ahead of a slow replica must not overwrite what that replica
+    awaits.
+    """
     payload, wrong = publisher.copies.payload(8), []
     for version in (150, 151):
         if rank == 2:
@@ -147,14 +149,14 @@ def stale(rank: int, publisher: Publisher) -> list[str]:
     return ["the stale copy passed"] if rank == 2 else []
 
 
-STALE = (NAMES[5], "rank 2", "row 2", "version 100", "wanted version 200", "owner row 0")
+STALE = (NAMES[5], "rank 2", "replica 2", "version 100", "wanted version 200", "owner replica 0")
 
 
 def work(rank: int, world: int) -> list[str]:
     wrong = []
     for ordered in (False, True):
         for dtype in (torch.bfloat16, torch.float64):
-            publisher = column(rank, dtype=dtype, ordered=ordered)
+            publisher = shard(rank, dtype=dtype, ordered=ordered)
             label = f"ordered {ordered} {dtype}: "
             found = rounds(rank, publisher, dtype)
             if dtype is torch.float64:
@@ -164,14 +166,14 @@ def work(rank: int, world: int) -> list[str]:
                 found += stale(rank, publisher)
             publisher.drain()
             wrong += [label + text for text in found]
-    wrong_row = (rank + 1) % world
-    with pytest.raises(ValueError, match="build the group in order of rows"):
+    wrong_replica = (rank + 1) % world
+    with pytest.raises(ValueError, match="build the group in order of replicas"):
         Publisher(
             LeaderCopies({}, torch.float32, "cpu"),
             names={},
-            owner_rows={},
+            owner_replicas={},
             group=dist.new_group(),
-            row=wrong_row,
+            replica=wrong_replica,
         )
     return wrong
 
@@ -179,13 +181,13 @@ def work(rank: int, world: int) -> list[str]:
 def foreign_and_early(rank: int, publisher: Publisher) -> None:
     publisher.expect([5], 1)
     if rank != 0:
-        with pytest.raises(ValueError, match=f"row {rank} publishes it, but row 0 owns it"):
+        with pytest.raises(ValueError, match=f"replica {rank} publishes it, but replica 0 owns it"):
             publisher.publish(5)
 
 
 def lose_a_peer(rank: int, world: int) -> tuple[str, float]:
     """Rank 0 dies between two of its publishes; the others' error and how long it took."""
-    publisher = column(rank, dtype=torch.float32, ordered=False)
+    publisher = shard(rank, dtype=torch.float32, ordered=False)
     foreign_and_early(rank, publisher)
     if rank == 0:
         publisher.publish(5)
@@ -211,15 +213,15 @@ def lose_a_peer(rank: int, world: int) -> tuple[str, float]:
 
 
 def test_publish_under_delays_skips_and_stale_copies() -> None:
-    assert run_ranks(work, ROWS, timeout=60.0) == [[]] * ROWS
+    assert run_ranks(work, REPLICAS, timeout=60.0) == [[]] * REPLICAS
 
 
 def test_a_killed_peer_raises_on_the_others() -> None:
-    outcomes = run_ranks_outcomes(lose_a_peer, ROWS, timeout=60.0, grace=8.0)
+    outcomes = run_ranks_outcomes(lose_a_peer, REPLICAS, timeout=60.0, grace=8.0)
     assert outcomes[0].exit_code == 7
-    for row, outcome in enumerate(outcomes[1:], start=1):
+    for replica, outcome in enumerate(outcomes[1:], start=1):
         value: Any = outcome.value
         assert value is not None, outcome.error
         text, seconds = value
-        assert f"{NAMES[8]}: receive from row 0 failed on row {row}" in text
+        assert f"{NAMES[8]}: receive from replica 0 failed on replica {replica}" in text
         assert seconds < 5.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamuon.collectives import (
-    RowSegment,
+    ReplicaSegment,
     SegmentTable,
     TableSegment,
     Traffic,
@@ -28,7 +28,7 @@ from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 
 RANKS = 6
-GRIDS = ((1, 6), (2, 3), (3, 2), (6, 1))  # rows x columns
+GRIDS = ((1, 6), (2, 3), (3, 2), (6, 1))  # replicas x shards
 # slots, wire, window
 DTYPES = (
     (torch.float32, torch.float32, torch.float32),
@@ -42,23 +42,23 @@ CASES = 3
 CALLS = 4  # of each table, alternately first and added
 POOL = 1 << 20
 WINDOWS = 1 << 19  # windows lie behind the slots
-# Rows of several nodes: rows x columns, and how many ranks a node has.
-LONG_ROWS = ((1, 6, 2), (1, 6, 3), (1, 6, 1), (2, 3, 1))
+# Replicas of several nodes: replicas x shards, and how many ranks a node has.
+LONG_REPLICAS = ((1, 6, 2), (1, 6, 3), (1, 6, 1), (2, 3, 1))
 
 
-def table(seed: int, rows: int, columns: int) -> tuple[TwoStageTable, int]:
-    """Random segments with gaps and empty columns, cut into pieces of random rows, or all of all
-    rows.
+def table(seed: int, replicas: int, shards: int) -> tuple[TwoStageTable, int]:
+    """Random segments with gaps and empty shards, cut into pieces of random replicas, or all of all
+    replicas.
     """
-    dice = random.Random(f"{seed} {rows} {columns}")
+    dice = random.Random(f"{seed} {replicas} {shards}")
     segments, end = [], 0
-    used = [column for column in range(columns) if dice.random() < 0.8] or [columns - 1]
+    used = [shard for shard in range(shards) if dice.random() < 0.8] or [shards - 1]
     for _ in range(dice.randint(2, 9)):
         end += dice.choice((0, 0, 3, 17))
         size = dice.choice((1, 2, 5, 64, 333, 4099))
         segments.append(TableSegment(rank=dice.choice(used), offset=end, numel=size))
         end += size
-    layout = SegmentTable.build(columns, segments)
+    layout = SegmentTable.build(shards, segments)
     shared = seed % 3 == 2
     pieces = []
     for size in layout.sizes:
@@ -66,7 +66,7 @@ def table(seed: int, rows: int, columns: int) -> tuple[TwoStageTable, int]:
         bounds = [0, *sorted(inner), size]
         pieces.append(
             tuple(
-                RowSegment(start, stop - start, None if shared else dice.randrange(rows))
+                ReplicaSegment(start, stop - start, None if shared else dice.randrange(replicas))
                 for start, stop in zip(bounds, bounds[1:], strict=False)
             )
         )
@@ -96,10 +96,10 @@ def grouped(
     reducer = TwoStageReducer(
         transport,
         across,
-        column=mesh.column,
-        row=mesh.row,
-        rows=mesh.rows,
-        columns=mesh.columns,
+        shard=mesh.shard,
+        replica=mesh.replica,
+        replicas=mesh.replicas,
+        shards=mesh.shards,
         wire_dtype=wire,
         traffic=traffic,
     )
@@ -110,8 +110,8 @@ def work(rank: int, world: int) -> dict[str, Any]:
     """What differed, by case; and the traffic of both transports."""
     failed: list[str] = []
     checked = 0
-    for rows, columns in GRIDS:
-        mesh = mesh_of(rank, world, rows=rows)
+    for replicas, shards in GRIDS:
+        mesh = mesh_of(rank, world, replicas=replicas)
         gather, reduce, across, data = (
             new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "data")
         )
@@ -131,9 +131,9 @@ def work(rank: int, world: int) -> dict[str, Any]:
                     counted.append(traffic)
                     pairs.append((transport, reducer))
                 for seed in range(CASES):
-                    layout, numel = table(seed, rows, columns)
+                    layout, numel = table(seed, replicas, shards)
                     pairs[1][1].pool(layout, WINDOWS, {slot}, master)
-                    size = layout.numel_of(mesh.column, mesh.row)
+                    size = layout.numel_of(mesh.shard, mesh.replica)
                     windows = [
                         torch.zeros(size, dtype=master),
                         memory.tensor(WINDOWS, size, master),
@@ -151,25 +151,27 @@ def work(rank: int, world: int) -> dict[str, Any]:
                         ):
                             given.copy_(mine)
                             buffer.fill_(-1)
-                            for s in layout.columns.of(mesh.column):
-                                # every row holds the same weights
-                                whole = values(seed + 7 * call, mesh.column, numel, slot)
+                            for s in layout.shards.of(mesh.shard):
+                                # every replica holds the same weights
+                                whole = values(seed + 7 * call, mesh.shard, numel, slot)
                                 buffer[s.offset : s.offset + s.numel] = whole[
                                     s.offset : s.offset + s.numel
                                 ]
-                            works.append(transport.all_gather_v(buffer, layout.columns))
+                            works.append(transport.all_gather_v(buffer, layout.shards))
                             works.append(reducer.reduce(given, layout, window, first=call % 2 == 0))
                         for one in works:
                             one.wait()
                         checked += 1
                         if not torch.equal(*windows):
                             failed.append(
-                                f"{rows}x{columns} {slot} {wire} star {star} seed {seed} window"
+                                f"{replicas}x{shards} {slot} {wire} star {star} seed {seed} window"
                             )
                         if not torch.equal(*gathered):
-                            failed.append(f"{rows}x{columns} {slot} star {star} seed {seed} gather")
+                            failed.append(
+                                f"{replicas}x{shards} {slot} star {star} seed {seed} gather"
+                            )
                 if counted[0].as_dict() != counted[1].as_dict() and not any(
-                    None in {p.row for p in layout.rows[0]} for layout in [layout]
+                    None in {p.replica for p in layout.replicas[0]} for layout in [layout]
                 ):
                     failed.append(f"traffic {counted[0].as_dict()} {counted[1].as_dict()}")
             fabric.close()
@@ -193,11 +195,11 @@ def _integers(seed: int, rank: int, numel: int) -> Tensor:
     return torch.randint(-50, 50, (numel,), generator=generator).float()
 
 
-def _long_rows(rank: int, world: int) -> list[str]:
-    """Gathers and means over rows of several nodes; what is not as one process has it."""
+def _long_replicas(rank: int, world: int) -> list[str]:
+    """Gathers and means over replicas of several nodes; what is not as one process has it."""
     failed = []
-    for rows, columns, size in LONG_ROWS:
-        mesh = mesh_of(rank, world, rows=rows)
+    for replicas, shards, size in LONG_REPLICAS:
+        mesh = mesh_of(rank, world, replicas=replicas)
         gather, reduce, across, data = (
             new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "data")
         )
@@ -207,53 +209,55 @@ def _long_rows(rank: int, world: int) -> list[str]:
         calls, two_stage = grouped(mesh, gather, reduce, across, torch.float32)
         transport, reducer = ReadyTransport(calls, fabric), ReadyReducer(two_stage, fabric)
         for seed in range(CASES):
-            layout, numel = table(seed, rows, columns)
+            layout, numel = table(seed, replicas, shards)
             reducer.pool(layout, WINDOWS, {torch.float32}, torch.float32)
             slots = memory.tensor(0, numel, torch.float32)
             buffer = memory.tensor(WINDOWS // 2, numel, torch.float32)
-            window = memory.tensor(WINDOWS, layout.numel_of(mesh.column, mesh.row), torch.float32)
+            window = memory.tensor(
+                WINDOWS, layout.numel_of(mesh.shard, mesh.replica), torch.float32
+            )
             slots.copy_(_integers(seed, rank, numel))
             buffer.fill_(-1)
             wanted = buffer.clone()
-            for column in range(columns):
-                for s in layout.columns.of(column):
+            for shard in range(shards):
+                for s in layout.shards.of(shard):
                     own = slice(s.offset, s.offset + s.numel)
-                    wanted[own] = _integers(seed, 100 + column, numel)[own]
-                    if column == mesh.column:
+                    wanted[own] = _integers(seed, 100 + shard, numel)[own]
+                    if shard == mesh.shard:
                         buffer[own] = wanted[own]
             works = [
-                transport.all_gather_v(buffer, layout.columns),
+                transport.all_gather_v(buffer, layout.shards),
                 reducer.reduce(slots, layout, window, first=True),
             ]
             for one in works:
                 one.wait()
             total = sum(_integers(seed, r, numel) for r in range(world)) / world
             held = torch.cat(
-                [total[s.offset : s.offset + s.numel] for s in layout.columns.of(mesh.column)]
+                [total[s.offset : s.offset + s.numel] for s in layout.shards.of(mesh.shard)]
                 or [total[:0]]
             )
-            pieces = layout.pieces(mesh.column, mesh.row)
+            pieces = layout.pieces(mesh.shard, mesh.replica)
             kept = torch.cat([held[p.start : p.start + p.numel] for p in pieces] or [held[:0]])
-            where = f"{rows}x{columns} on nodes of {size}, seed {seed}"
+            where = f"{replicas}x{shards} on nodes of {size}, seed {seed}"
             if not torch.equal(buffer, wanted):
                 failed.append(f"{where}: gather")
             if not torch.equal(window, kept):
                 failed.append(f"{where}: window")
         said = fabric.describe()
-        if f"{rows * columns // size} nodes x {size} ranks" not in said:
+        if f"{replicas * shards // size} nodes x {size} ranks" not in said:
             failed.append(said)
         fabric.close()
     return failed
 
 
 def test_a_row_may_be_longer_than_a_node() -> None:
-    assert run_ranks(_long_rows, RANKS, timeout=120) == [[]] * RANKS
+    assert run_ranks(_long_replicas, RANKS, timeout=120) == [[]] * RANKS
 
 
-def test_nodes_divide_their_row() -> None:
-    nodes = Nodes(columns=6, size=2)
-    assert [nodes.place(1, column) for column in range(6)] == [
+def test_nodes_divide_their_replica() -> None:
+    nodes = Nodes(shards=6, size=2)
+    assert [nodes.place(1, shard) for shard in range(6)] == [
         (3, 0), (3, 1), (4, 0), (4, 1), (5, 0), (5, 1)
     ]  # fmt: skip
-    with pytest.raises(ValueError, match="a row of 6 ranks is not made of nodes of 4"):
-        Nodes(columns=6, size=4)
+    with pytest.raises(ValueError, match="a replica of 6 ranks is not made of nodes of 4"):
+        Nodes(shards=6, size=4)

@@ -61,9 +61,9 @@ class Place:
     """This rank's place in a fabric over the first ``ranks`` ranks, and a call of each operator."""
 
     def __init__(
-        self, group: Any, rank: int, ranks: int, *, rows: int = 1, deadline: float = 60.0
+        self, group: Any, rank: int, ranks: int, *, replicas: int = 1, deadline: float = 60.0
     ) -> None:
-        mesh = mesh_of(rank, ranks, rows=rows)
+        mesh = mesh_of(rank, ranks, replicas=replicas)
         settings = ReadySettings(
             slots=2, chunk_bytes=CHUNK, tile_bytes=CHUNK, deadline=deadline, star_bytes=0
         )
@@ -72,27 +72,27 @@ class Place:
         self.group, self.mesh, self.operators = group, mesh, fabric.operators
         nbytes = ranks * NUMEL * 4
         fabric.open(2 * nbytes)
-        columns = list(range(mesh.columns))
-        offsets = [NUMEL * column for column in columns]
+        shards = list(range(mesh.shards))
+        offsets = [NUMEL * shard for shard in shards]
         self.gather_table = self.operators.gather.all_gather_table(
-            nodes=[0] * len(columns),
-            columns=columns,
+            nodes=[0] * len(shards),
+            columns=shards,
             offsets=[4 * offset for offset in offsets],
-            nbytes=[4 * NUMEL] * len(columns),
+            nbytes=[4 * NUMEL] * len(shards),
             name="layers.3",
         )
         self.reduce_table = self.operators.reduce.reduce_scatter_table(
-            nodes=[column % rows for column in columns],
-            columns=columns,
+            nodes=[shard % replicas for shard in shards],
+            columns=shards,
             offsets=offsets,
-            numels=[NUMEL] * len(columns),
-            windows=[0] * len(columns),
+            numels=[NUMEL] * len(shards),
+            windows=[0] * len(shards),
             slot_dtype=torch.float32,
             wire_dtype=torch.float32,
             window_dtype=torch.float32,
             name="layers.4",
         )
-        if rows > 1:
+        if replicas > 1:
             self.share_table = self.operators.share.all_gather_table(
                 nodes=[0, 1],
                 columns=[0, 0],
@@ -102,7 +102,7 @@ class Place:
             )
             fabric.open_copies(4 * NUMEL)
             self.operators.publish.publish_parameters(
-                nodes=[rows - 1], offsets=[0], nbytes=[4 * NUMEL], names=["layers.6.weight"]
+                nodes=[replicas - 1], offsets=[0], nbytes=[4 * NUMEL], names=["layers.6.weight"]
             )
         self.version = 0
         SEGMENTS.update(nonces())
@@ -113,11 +113,11 @@ class Place:
             publish = self.operators.publish
             self.version += 1
             publish.publish_begin([0], self.version)
-            if self.mesh.row == self.mesh.rows - 1:
+            if self.mesh.replica == self.mesh.replicas - 1:
                 publish.publish_task(0)
             return lambda: publish.publish_wait([0], [self.version])
         if name == "reduce":
-            at = 4 * NUMEL * self.mesh.columns
+            at = 4 * NUMEL * self.mesh.shards
             operator = self.operators.reduce
             ticket = operator.reduce_scatter(self.reduce_table, 0, at, first=True, divisor=1.0)
         else:
@@ -136,7 +136,7 @@ class Place:
     def after(self, error: str, seconds: float) -> Heard:
         """What a rank that has heard finds from then on, to the end of its fabric."""
         again, again_seconds = [], 0.0
-        names = ["gather", "reduce"] + (["share", "publish"] if self.mesh.rows > 1 else [])
+        names = ["gather", "reduce"] + (["share", "publish"] if self.mesh.replicas > 1 else [])
         for name in names:
             text, took = raised(lambda n=name: self.start(n)())
             again.append(text)
@@ -252,9 +252,9 @@ def other_settings(rank: int, group: Any) -> list[str]:
 # --- a rank dies ---------------------------------------------------------------------------------
 
 
-def killed(rank: int, group: Any, name: str, ranks: int, rows: int) -> Heard:
+def killed(rank: int, group: Any, name: str, ranks: int, replicas: int) -> Heard:
     """The last rank dies: in its second call of a gather, before that of the others."""
-    place = Place(group, rank, ranks, rows=rows)
+    place = Place(group, rank, ranks, replicas=replicas)
     place.whole(name)
     pids = [0] * ranks
     dist.all_gather_object(pids, os.getpid(), group=group)
@@ -281,7 +281,7 @@ def await_end_of(pid: int) -> None:
         time.sleep(0.001)
 
 
-DEATHS = {"reduce": (6, 2), "gather": (5, 1), "share": (4, 4), "publish": (3, 3)}  # ranks, rows
+DEATHS = {"reduce": (6, 2), "gather": (5, 1), "share": (4, 4), "publish": (3, 3)}  # ranks, replicas
 
 
 def nonces() -> set[str]:
@@ -301,9 +301,9 @@ def work(rank: int, world: int) -> dict[str, Any]:
         for case in (*cases, other_settings):
             found[case.__name__] = case(rank, groups[ALIVE])
             dist.barrier(groups[ALIVE])
-    for name, (ranks, rows) in DEATHS.items():
+    for name, (ranks, replicas) in DEATHS.items():
         if rank < ranks:
-            found[f"killed in a {name}"] = killed(rank, groups[ranks], name, ranks, rows)
+            found[f"killed in a {name}"] = killed(rank, groups[ranks], name, ranks, replicas)
     found["segments"] = SEGMENTS
     return found
 

@@ -24,7 +24,7 @@ from tests.support.ranks import Outcome, run_ranks_outcomes
 from tests.support.scenarios import SCENARIOS, Block, build
 
 RANKS = 4
-ROWS = 2
+REPLICAS = 2
 STEPS = 4  # the pool opens after the second
 ODD = 1  # the rank on which something is wrong
 LARGE = 2**50  # bytes that no machine has
@@ -36,7 +36,7 @@ def sharded(rank: int, collectives: str = "ready", **settings: Any) -> Runtime:
         build(SCENARIOS["plain"]).float(),
         layers=(Block,),
         config=RuntimeConfig(unit_threshold=50, collectives=collectives, **settings),
-        mesh=mesh_of(rank, RANKS, rows=ROWS),
+        mesh=mesh_of(rank, RANKS, replicas=REPLICAS),
     )
 
 

@@ -15,7 +15,7 @@ def work(rank: int, world: int) -> dict[str, Any]:
     """What differs between the lines, by run."""
     found: dict[str, Any] = {}
     for name, run in RUNS.items():
-        mesh = mesh_of(rank, world, rows=run.case.rows, tp=run.case.tp)
+        mesh = mesh_of(rank, world, replicas=run.case.replicas, tp=run.case.tp)
         c, d = (train(run, mesh, collectives) for collectives in ("grouped", "ready"))
         found[name] = {
             "other": difference(c, d),

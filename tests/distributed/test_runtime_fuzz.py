@@ -34,7 +34,7 @@ def trial(
         Trial(
             seed=5,
             ranks=ranks,
-            rows=1,
+            replicas=1,
             line="C",
             zero_stage=3,
             kinds=("plain",) * blocks,
@@ -134,17 +134,17 @@ def run_pinned(rank: int, world: int) -> int:
     return count
 
 
-def on_rows(name: str, line: str) -> Trial:
-    """The trial on two rows of two ranks, the second two as the first two."""
+def on_replicas(name: str, line: str) -> Trial:
+    """The trial on two replicas of two ranks, the second two as the first two."""
     base = TRIALS[name]
     steps = tuple(tuple(replace(a, calls=a.calls * 2) for a in actions) for actions in base.steps)
-    return replace(base, ranks=4, rows=2, line=line, steps=steps)
+    return replace(base, ranks=4, replicas=2, line=line, steps=steps)
 
 
-def run_on_rows(rank: int, world: int) -> int:
+def run_on_replicas(rank: int, world: int) -> int:
     for name in DEADLOCKS:
         for line in ("C", "D"):
-            run_trial(on_rows(name, line), rank)
+            run_trial(on_replicas(name, line), rank)
     return rank
 
 
@@ -152,8 +152,8 @@ def test_trials_written_by_hand() -> None:
     assert run_ranks(run_pinned, 2, timeout=300.0) == [sum(len(settings(n)) for n in TRIALS)] * 2
 
 
-def test_two_rows() -> None:
-    assert run_ranks(run_on_rows, 4, timeout=200.0) == [0, 1, 2, 3]
+def test_two_replicas() -> None:
+    assert run_ranks(run_on_replicas, 4, timeout=200.0) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("ranks", "trials"), [(2, 24), (3, 8), (4, 6)])

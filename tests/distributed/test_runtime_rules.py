@@ -34,13 +34,13 @@ def config(zero_stage: int, collectives: str = "grouped") -> RuntimeConfig:
 
 
 def sharded(
-    scenario: Scenario, zero_stage: int, collectives: str = "grouped", rows: int = 1
+    scenario: Scenario, zero_stage: int, collectives: str = "grouped", replicas: int = 1
 ) -> Runtime:
     return shard(
         build(scenario),
         layers=(Block,),
         config=config(zero_stage, collectives),
-        mesh=mesh_of(dist.get_rank(), dist.get_world_size(), rows=rows),
+        mesh=mesh_of(dist.get_rank(), dist.get_world_size(), replicas=replicas),
     )
 
 
@@ -64,13 +64,13 @@ def reduced(runtime: Runtime) -> dict[str, Tensor]:
 
 
 def run_scenarios(
-    rank: int, world: int, rows: int
+    rank: int, world: int, replicas: int
 ) -> dict[tuple[str, int], list[tuple[dict, set[str]]]]:
     """Reduced gradients and touched names of all scenarios at both stages; weights never change."""
     found = {}
     for number, (name, scenario) in enumerate(SCENARIOS.items()):
         for stage in scenario.stages:
-            runtime = sharded(scenario, stage, ("grouped", "per_owner")[number % 2], rows)
+            runtime = sharded(scenario, stage, ("grouped", "per_owner")[number % 2], replicas)
             steps = []
             for step in range(STEPS):
                 if step == 1:  # an evaluation in between must disturb nothing
@@ -90,8 +90,8 @@ def run_scenarios(
 
 @pytest.fixture(scope="module", params=[(2, 1), (3, 1), (4, 2)], ids=str)
 def results(request: pytest.FixtureRequest) -> tuple[int, dict]:
-    world, rows = request.param
-    return world, run_ranks(run_scenarios, world, rows, timeout=300.0)[0]
+    world, replicas = request.param
+    return world, run_ranks(run_scenarios, world, replicas, timeout=300.0)[0]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megamuon.runtime.schedule import Flight, Lagged, Schedule
-from tests.distributed.test_runtime_fuzz import DEADLOCKS, TRIALS, action, on_rows, trial
+from tests.distributed.test_runtime_fuzz import DEADLOCKS, TRIALS, action, on_replicas, trial
 from tests.support.call_order import record
 from tests.support.ranks import run_ranks
 from tools.fuzz_ranks import Pair, run_trial
@@ -32,14 +32,14 @@ PROGRAM = trial(
 )
 
 
-def on_two_rows(base: Trial) -> Trial:
+def on_two_replicas(base: Trial) -> Trial:
     steps = tuple(tuple(replace(a, calls=a.calls * 2) for a in actions) for actions in base.steps)
-    return replace(base, ranks=4, rows=2, steps=steps)
+    return replace(base, ranks=4, replicas=2, steps=steps)
 
 
 CASES = {
     f"ZeRO-{stage}, {ranks} ranks": replace(
-        PROGRAM if ranks == 2 else on_two_rows(PROGRAM), zero_stage=stage
+        PROGRAM if ranks == 2 else on_two_replicas(PROGRAM), zero_stage=stage
     )
     for stage in (2, 3)
     for ranks in (2, 4)
@@ -78,12 +78,12 @@ def test_calls_are_the_recorded_ones(ranks: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FourStep(Schedule):
-    """Nothing in a backward pass waits for a stage across rows: HyperParallel's Algorithm 1."""
+    """Nothing in a backward pass waits for a stage across replicas: HyperParallel's Algorithm 1."""
 
     def reduce(self, flight: Flight) -> None:
         previous = flight.started[-1] if flight.started else None
         if previous is not None:
-            previous.wait_row()
+            previous.wait_inside()
             if not previous.across:
                 previous.finish()
         flight.launch()
@@ -101,9 +101,9 @@ SCHEDULES = (
 def run_others(rank: int, world: int) -> list[str]:
     """Programs that differ from rank to rank under other schedules, beside plain autograd."""
     for line, schedule in SCHEDULES:
-        case = TRIALS[DEADLOCKS[0]] if world == 2 else on_rows(DEADLOCKS[0], line)
+        case = TRIALS[DEADLOCKS[0]] if world == 2 else on_replicas(DEADLOCKS[0], line)
         run_trial(replace(case, line=line), rank, schedule=schedule)
-    program = PROGRAM if world == 2 else on_two_rows(PROGRAM)
+    program = PROGRAM if world == 2 else on_two_replicas(PROGRAM)
     pair = Pair(program, rank, schedule=FourStep())
     said = record(pair.runtime)
     pair.act(program.steps[0][0])
@@ -118,7 +118,7 @@ def test_four_steps_and_other_depths_fit(ranks: int) -> None:
         order = [word[1:] for word in calls if word[0] == "r"]
         if ranks == 2:  # each is over before the next starts
             expected = [f"{letter}{group}" for group in order for letter in "rw"]
-        else:  # across rows the one before, and the results at the end
+        else:  # across replicas the one before, and the results at the end
             expected = [f"r{order[0]}"]
             for before, group in zip(order, order[1:], strict=False):
                 expected += [f"r{group}", f"a{before}"]

@@ -58,7 +58,7 @@ def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     tensor.normal_(generator=generator)
 
 
-def make(line: str, model: nn.Module, rows: int = 1, **more: object) -> Runtime:
+def make(line: str, model: nn.Module, replicas: int = 1, **more: object) -> Runtime:
     config = RuntimeConfig(
         zero_stage=3,
         compute_dtype=F64,
@@ -67,7 +67,7 @@ def make(line: str, model: nn.Module, rows: int = 1, **more: object) -> Runtime:
         unit_threshold=50,
         optimizer=OptimizerSettings(matrices="adam"),
     )
-    mesh = mesh_of(dist.get_rank(), dist.get_world_size(), rows=rows)
+    mesh = mesh_of(dist.get_rank(), dist.get_world_size(), replicas=replicas)
     build = fully_shard_model if line == "A" else shard
     return build(model, layers=(Block,), config=config, mesh=mesh, **more)  # type: ignore
 
@@ -101,10 +101,10 @@ def differing(rank: int, line: str) -> dict[str, str]:
     with torch.device("meta"):
         unfillable = Unfillable()
     return {
-        "seeds": error_of(lambda: make(line, seeded(rank), rows=2)),
+        "seeds": error_of(lambda: make(line, seeded(rank), replicas=2)),
         "buffers": error_of(lambda: make(line, other)),
         "names": error_of(lambda: make(line, more)),
-        "initial": error_of(lambda: make(line, seeded(3), rows=2, initial=drawn_apart)),
+        "initial": error_of(lambda: make(line, seeded(3), replicas=2, initial=drawn_apart)),
         "meta on one rank": error_of(lambda: make(line, half)),
         "unfillable": error_of(lambda: make(line, unfillable, initial=fill)),
     }
@@ -128,8 +128,8 @@ def work(rank: int, world: int, folder: str) -> dict[str, object]:
     first = model.norm.running_mean.clone()
     dist.broadcast(first, 0)  # the first rank's statistics are what is saved
     runtime.close()
-    for line, rows in (("A", 1), ("C", 2)):
-        again = make(line, seeded(5), rows=rows)
+    for line, replicas in (("A", 1), ("C", 2)):
+        again = make(line, seeded(5), replicas=replicas)
         load(path, 1, again.state(everywhere=True), ranks=ranks)
         again.loaded()
         model = again.model

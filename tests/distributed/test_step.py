@@ -121,7 +121,7 @@ def reduction_dtypes(rank: int, world: int) -> dict[str, float]:
                 everyone = [torch.empty_like(slots[group.name]) for _ in range(world)]
                 dist.all_gather(everyone, slots[group.name])
                 total = sum(part.float() for part in everyone) / world
-                held = group.reduce_table.columns.of(rank)
+                held = group.reduce_table.shards.of(rank)
                 mine = [total[s.offset : s.offset + s.numel] for s in held]
                 if mine:
                     difference = (torch.cat(mine) - group.window).abs().max()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.collectives import (
-    RowSegment,
+    ReplicaSegment,
     SegmentTable,
     StagedWork,
     TableSegment,
@@ -25,7 +25,7 @@ from megamuon.collectives import (
 )
 from tests.support.ranks import run_ranks
 
-GRIDS = ((1, 4), (2, 2), (4, 1), (2, 3), (3, 2))  # rows x columns
+GRIDS = ((1, 4), (2, 2), (4, 1), (2, 3), (3, 2))  # replicas x shards
 WIRES = (torch.float32, torch.bfloat16, torch.float64)
 NATIVE = "native"  # what NCCL does, but for its coalescing, on Gloo
 STAGE_1 = ("grouped", "per_owner", "p2p", NATIVE)
@@ -33,25 +33,25 @@ CASES = 6
 RANKS = 6
 
 
-def table(seed: int, rows: int, columns: int) -> tuple[TwoStageTable, int]:
-    """Random segments with gaps and empty columns, cut into pieces of random rows and of all."""
-    dice = random.Random(f"{seed} {rows} {columns}")
+def table(seed: int, replicas: int, shards: int) -> tuple[TwoStageTable, int]:
+    """Random segments with gaps and empty shards, cut into pieces of random replicas and of all."""
+    dice = random.Random(f"{seed} {replicas} {shards}")
     segments, end = [], 0
-    used = [column for column in range(columns) if dice.random() < 0.8] or [columns - 1]
+    used = [shard for shard in range(shards) if dice.random() < 0.8] or [shards - 1]
     for _ in range(dice.randint(2, 9)):
         end += dice.choice((0, 0, 3, 17))
         size = dice.choice((1, 2, 5, 64, 333))
         segments.append(TableSegment(rank=dice.choice(used), offset=end, numel=size))
         end += size
-    layout = SegmentTable.build(columns, segments)
+    layout = SegmentTable.build(shards, segments)
     pieces = []
     for size in layout.sizes:
         inner = [dice.randint(0, size) for _ in range(dice.randint(0, 6))]
         bounds = [0, *sorted(inner), size]
-        owners = [None, *range(rows)] if dice.random() < 0.8 else [dice.randrange(rows)]
+        owners = [None, *range(replicas)] if dice.random() < 0.8 else [dice.randrange(replicas)]
         pieces.append(
             tuple(
-                RowSegment(start, stop - start, dice.choice(owners))
+                ReplicaSegment(start, stop - start, dice.choice(owners))
                 for start, stop in zip(bounds, bounds[1:], strict=False)
             )
         )
@@ -64,45 +64,49 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def mean(
-    slots: list[list[Tensor]], layout: TwoStageTable, row: int, column: int, master: torch.dtype
+    slots: list[list[Tensor]], layout: TwoStageTable, replica: int, shard: int, master: torch.dtype
 ) -> Tensor:
-    """The canonical order in full: ``slots[row][column]`` in the wire dtype -> one rank's means."""
-    rows, columns = len(slots), len(slots[0])
+    """The canonical order in full: ``slots[replica][shard]`` in the wire dtype -> one rank's
+    means.
+    """
+    replicas, shards = len(slots), len(slots[0])
     wire = slots[0][0].dtype
     held = [[gradient.new_zeros(0) for gradient in line] for line in slots]
     for r, line in enumerate(slots):
         for c, gradient in enumerate(line):
-            cuts = [gradient[s.offset : s.offset + s.numel] for s in layout.columns.of(column)]
+            cuts = [gradient[s.offset : s.offset + s.numel] for s in layout.shards.of(shard)]
             held[r][c] = torch.cat(cuts) if cuts else gradient[:0]
     means = [torch.zeros(0, dtype=master)]
-    for piece in layout.rows[column]:
-        if piece.row not in (row, None):
+    for piece in layout.replicas[shard]:
+        if piece.replica not in (replica, None):
             continue
         sums = []
-        for r in range(rows):
+        for r in range(replicas):
             total = held[r][0][piece.start : piece.start + piece.numel].to(master)
-            for c in range(1, columns):
+            for c in range(1, shards):
                 total = total + held[r][c][piece.start : piece.start + piece.numel].to(master)
-            sums.append(total if rows == 1 else total.to(wire))
-        owner = 0 if piece.row is None else piece.row
-        partial = sums[(owner + 1) % rows]
-        for hop in range(2, rows + 1):
-            partial = partial.to(master) + sums[(owner + hop) % rows].to(master)
-            if hop < rows:
+            sums.append(total if replicas == 1 else total.to(wire))
+        owner = 0 if piece.replica is None else piece.replica
+        partial = sums[(owner + 1) % replicas]
+        for hop in range(2, replicas + 1):
+            partial = partial.to(master) + sums[(owner + hop) % replicas].to(master)
+            if hop < replicas:
                 partial = partial.to(wire)
-        means.append(partial.to(master) / (rows * columns))
+        means.append(partial.to(master) / (replicas * shards))
     return torch.cat(means)
 
 
-def volume(layout: TwoStageTable, rows: int, wire: torch.dtype, master: torch.dtype) -> list[int]:
+def volume(
+    layout: TwoStageTable, replicas: int, wire: torch.dtype, master: torch.dtype
+) -> list[int]:
     """Bytes of one reduction over all ranks: along the shard axis and along the replicate axis."""
-    columns = layout.columns.world
-    inside = rows * (columns - 1) * sum(layout.columns.sizes) * wire.itemsize
-    pieces = [piece for held in layout.rows for piece in held]
-    owned = sum(piece.numel for piece in pieces if piece.row is not None)
-    common = sum(piece.numel for piece in pieces if piece.row is None)
+    shards = layout.shards.world
+    inside = replicas * (shards - 1) * sum(layout.shards.sizes) * wire.itemsize
+    pieces = [piece for held in layout.replicas for piece in held]
+    owned = sum(piece.numel for piece in pieces if piece.replica is not None)
+    common = sum(piece.numel for piece in pieces if piece.replica is None)
     across = (owned + common) * wire.itemsize + common * master.itemsize
-    return [inside, (rows - 1) * across]
+    return [inside, (replicas - 1) * across]
 
 
 def wires(name: str) -> tuple[torch.dtype, ...]:
@@ -129,38 +133,38 @@ def work(rank: int, world: int) -> dict[str, Any]:
     failed: list[str] = []
     counted: dict[str, list[int]] = {}
     native.reduce_views = two_stage.reduce_views = plain_reduces
-    for rows, columns in GRIDS:
-        row_groups = [[r * columns + c for c in range(columns)] for r in range(rows)]
-        column_groups = [[r * columns + c for r in range(rows)] for c in range(columns)]
-        gather_groups = [dist.new_group(ranks) for ranks in row_groups]
-        reduce_groups = [dist.new_group(ranks) for ranks in row_groups]
-        across_groups = [dist.new_group(ranks) for ranks in column_groups]
-        if rank >= rows * columns:
+    for replicas, shards in GRIDS:
+        shard_groups = [[r * shards + c for c in range(shards)] for r in range(replicas)]
+        replicate_groups = [[r * shards + c for r in range(replicas)] for c in range(shards)]
+        gather_groups = [dist.new_group(ranks) for ranks in shard_groups]
+        reduce_groups = [dist.new_group(ranks) for ranks in shard_groups]
+        across_groups = [dist.new_group(ranks) for ranks in replicate_groups]
+        if rank >= replicas * shards:
             continue
-        row, column = divmod(rank, columns)
+        replica, shard = divmod(rank, shards)
         for name in STAGE_1:
             for wire in wires(name):
                 traffic = Traffic()
                 transport = build_transport(
                     "grouped" if name == NATIVE else name,
                     TransportSettings(
-                        gather_group=gather_groups[row] if columns > 1 else None,
-                        reduce_group=reduce_groups[row] if columns > 1 else None,
+                        gather_group=gather_groups[replica] if shards > 1 else None,
+                        reduce_group=reduce_groups[replica] if shards > 1 else None,
                         wire_dtype=wire,
                         traffic=traffic,
                     ),
                 )
                 reducer = TwoStageReducer(
                     transport,
-                    across_groups[column] if rows > 1 else None,
-                    column=column,
-                    row=row,
-                    rows=rows,
-                    columns=columns,
+                    across_groups[shard] if replicas > 1 else None,
+                    shard=shard,
+                    replica=replica,
+                    replicas=replicas,
+                    shards=shards,
                     wire_dtype=wire,
                     traffic=traffic,
                 )
-                label = f"{rows}x{columns} {name} {wire}"
+                label = f"{replicas}x{shards} {name} {wire}"
                 if name == NATIVE:
                     transport.native = lambda buffer: True
                 failed += [f"{label}: {what}" for what in check(reducer, rank, name)]
@@ -171,18 +175,18 @@ def work(rank: int, world: int) -> dict[str, Any]:
 
 def check(reducer: TwoStageReducer, rank: int, name: str) -> list[str]:
     """All cases in flight at once, driven in an order of this rank's own; then once more, added."""
-    rows, columns, wire = reducer.rows, reducer.columns, reducer.wire_dtype
+    replicas, shards, wire = reducer.replicas, reducer.shards, reducer.wire_dtype
     master = torch.float64 if wire is torch.float64 else torch.float32
-    place = (reducer.column, reducer.row)
-    tables = [table(seed, rows, columns) for seed in range(CASES)]
+    place = (reducer.shard, reducer.replica)
+    tables = [table(seed, replicas, shards) for seed in range(CASES)]
     wanted, windows, failed = [], [], []
     slots = [values(seed, rank, numel, wire) for seed, (_, numel) in enumerate(tables)]
     for seed, (layout, numel) in enumerate(tables):
         every = [
-            [values(seed, r * columns + c, numel, wire) for c in range(columns)]
-            for r in range(rows)
+            [values(seed, r * shards + c, numel, wire) for c in range(shards)]
+            for r in range(replicas)
         ]
-        wanted.append(mean(every, layout, reducer.row, reducer.column, master))
+        wanted.append(mean(every, layout, reducer.replica, reducer.shard, master))
         windows.append(torch.full((layout.numel_of(*place),), 7.0, dtype=master))
     for first in (True, False):
         works = []
@@ -193,7 +197,7 @@ def check(reducer: TwoStageReducer, rank: int, name: str) -> list[str]:
                 works[seed - 1].advance()
         drive(works, random.Random(f"{rank} {first}"))
     exact = name in ("grouped", "p2p") or (
-        name == "per_owner" and (wire is torch.bfloat16 or columns < 3)
+        name == "per_owner" and (wire is torch.bfloat16 or shards < 3)
     )
     for seed, (window, once) in enumerate(zip(windows, wanted, strict=True)):
         twice = once + once
@@ -227,21 +231,21 @@ def test_every_mean_is_the_canonical_one(results: list[dict[str, Any]]) -> None:
 
 
 def test_counted_bytes_are_the_formulas(results: list[dict[str, Any]]) -> None:
-    for rows, columns in GRIDS:
+    for replicas, shards in GRIDS:
         for name in STAGE_1:
             for wire in wires(name):
-                label = f"{rows}x{columns} {name} {wire}"
+                label = f"{replicas}x{shards} {name} {wire}"
                 sent = [result["counted"].get(label, [0, 0]) for result in results]
                 master = torch.float64 if wire is torch.float64 else torch.float32
-                layouts = [table(seed, rows, columns)[0] for seed in range(CASES)]
-                once = [volume(layout, rows, wire, master) for layout in layouts]
-                wanted = [2 * sum(column) for column in zip(*once, strict=True)]
-                assert [sum(column) for column in zip(*sent, strict=True)] == wanted, label
+                layouts = [table(seed, replicas, shards)[0] for seed in range(CASES)]
+                once = [volume(layout, replicas, wire, master) for layout in layouts]
+                wanted = [2 * sum(shard) for shard in zip(*once, strict=True)]
+                assert [sum(shard) for shard in zip(*sent, strict=True)] == wanted, label
 
 
 def test_the_cases_cover_what_they_should() -> None:
     layouts = [table(seed, *grid)[0] for seed in range(CASES) for grid in GRIDS if grid[0] > 1]
-    pieces = [piece for layout in layouts for held in layout.rows for piece in held]
-    assert {None, 0, 1, 2, 3} == {piece.row for piece in pieces if piece.numel}
-    assert any(not size for layout in layouts for size in layout.columns.sizes)
-    assert any(piece.row is None and 0 < piece.numel < 3 for piece in pieces)
+    pieces = [piece for layout in layouts for held in layout.replicas for piece in held]
+    assert {None, 0, 1, 2, 3} == {piece.replica for piece in pieces if piece.numel}
+    assert any(not size for layout in layouts for size in layout.shards.sizes)
+    assert any(piece.replica is None and 0 < piece.numel < 3 for piece in pieces)

@@ -27,7 +27,7 @@ from tests.support.ranks import run_ranks
 from tests.support.scenarios import Block, Stack, inputs
 
 F64 = torch.float64
-# (line, ZeRO stage, rows); D trains until its pool is open.
+# (line, ZeRO stage, replicas); D trains until its pool is open.
 LAYOUTS = [("C", 3, 1), ("C", 2, 2), ("C", 1, 1), ("D", 3, 1), ("A", 3, 1), ("A", 2, 2)]
 
 
@@ -51,8 +51,8 @@ def build(seed: int = 3) -> nn.Module:
     return Counting().to(F64)
 
 
-def make(line: str, stage: int, rows: int, model: nn.Module | None = None) -> Runtime:
-    mesh = mesh_of(dist.get_rank(), dist.get_world_size(), rows=rows)
+def make(line: str, stage: int, replicas: int, model: nn.Module | None = None) -> Runtime:
+    mesh = mesh_of(dist.get_rank(), dist.get_world_size(), replicas=replicas)
     config = RuntimeConfig(
         zero_stage=stage,
         collectives="ready" if line == "D" else "grouped",
@@ -265,8 +265,8 @@ def recipe(runtime: Runtime) -> dict[str, object]:
 
 def work(rank: int, world: int, layouts: list) -> list[dict[str, object]]:
     results = []
-    for line, stage, rows in layouts:
-        runtime = make(line, stage, rows)
+    for line, stage, replicas in layouts:
+        runtime = make(line, stage, replicas)
         train(runtime, 4 if line == "D" else 1)
         found: dict[str, object] = {"pool": getattr(runtime, "opened", None) is not None}
         with torch.no_grad():

@@ -21,24 +21,24 @@ from tests.support.ownership import parameter, table
 
 
 def plan_of(
-    parameters: list[LogicalParameter], rows: int, columns: int, **settings: object
+    parameters: list[LogicalParameter], replicas: int, shards: int, **settings: object
 ) -> OwnershipPlan:
     rule = PlannerSettings(policy="round_robin", **settings)
-    grid = Topology(rows=rows, columns=columns)
+    grid = Topology(replicas=replicas, shards=shards)
     return build_plan(parameters, grid, lambda *_: 1.0, rule, threshold=1)
 
 
-def small(rows: int, columns: int) -> OwnershipPlan:
+def small(replicas: int, shards: int) -> OwnershipPlan:
     """Units in turn: a, b, norm on ranks 0, 1, 2; the table in slices of two rows."""
     return plan_of(
         [
-            table("embedding", 2 * columns, 4),
+            table("embedding", 2 * shards, 4),
             parameter("a", 4, 4, layer="l0"),
             parameter("b", 2, 4, layer="l1"),
             parameter("norm", 4),
         ],
-        rows,
-        columns,
+        replicas,
+        shards,
     )
 
 
@@ -52,7 +52,7 @@ def test_gamma_is_the_busiest_over_the_mean() -> None:
     # units in turn on ranks 0, 1, 2, 0: 14, 4 and 2 of 20 elements of 2 bytes
     assert (fanout.block, fanout.bytes, fanout.busiest_bytes) == ("l", 40, 28)
     assert fanout.gamma == pytest.approx(28 / (40 / 3))
-    # two rows of two: column 0 leads l.0 and l.2 (8 elements), column 1 l.1 and l.3 (12)
+    # two replicas of two: shard 0 leads l.0 and l.2 (8 elements), shard 1 l.1 and l.3 (12)
     (fanout,) = block_fanouts(plan_of(parameters, 2, 2))
     assert fanout.busiest_bytes == 24
     assert fanout.gamma == pytest.approx(24 / (40 / 2))
@@ -78,28 +78,28 @@ def test_bytes_of_each_rank_by_hand() -> None:
     gathered = [2 * (8 + 16), 2 * (8 + 8), 2 * 8 + 4]
     whole = 2 * (24 + 16 + 8) + 4
     mine = [24, 16, 12]
-    assert found.sent_inside_rows == tuple(
+    assert found.sent_inside_replicas == tuple(
         2 * 2 * g + 4 * (52 - m) for g, m in zip(gathered, mine, strict=True)
     )
-    assert found.received_inside_rows == tuple(
+    assert found.received_inside_replicas == tuple(
         2 * (whole - g) + 4 * 2 * m for g, m in zip(gathered, mine, strict=True)
     )
-    assert set(found.sent_across_rows) == set(found.received_across_rows) == {0}
+    assert set(found.sent_across_replicas) == set(found.received_across_replicas) == {0}
 
 
-def test_leaders_hold_copies_and_publish_across_rows() -> None:
-    """2 x 2 ranks: a on rank 0, b on rank 1, norm on rank 2 (column 0, row 1)."""
+def test_leaders_hold_copies_and_publish_across_replicas() -> None:
+    """2 x 2 ranks: a on rank 0, b on rank 1, norm on rank 2 (shard 0, replica 1)."""
     found = estimate(small(2, 2), zero_stage=3)
-    # slices of 8 elements in every rank; column 0 leads a and norm (20 elements), column 1 b (8)
+    # slices of 8 elements in every rank; shard 0 leads a and norm (20 elements), shard 1 b (8)
     assert found.parameters == (24 * 4 + 40, 16 * 4 + 16, 12 * 4 + 40, 8 * 4 + 16)
     ring = 2 * 1 * 8 * 4 // 2
-    assert found.sent_across_rows == (
+    assert found.sent_across_replicas == (
         4 * 4 + 16 * 2 + ring,  # the norm's gradient to rank 2; a published
         8 * 2 + ring,
         16 * 4 + 4 * 2 + ring,
         8 * 4 + ring,
     )
-    assert found.received_across_rows == (
+    assert found.received_across_replicas == (
         16 * 4 + 4 * 2 + ring,
         8 * 4 + ring,
         4 * 4 + 16 * 2 + ring,
@@ -107,43 +107,43 @@ def test_leaders_hold_copies_and_publish_across_rows() -> None:
     )
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (2, 4), (4, 2), (8, 8)])
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 8), (2, 4), (4, 2), (8, 8)])
 @pytest.mark.parametrize(("stage", "gathers"), [(1, 1), (2, 1), (3, 2)])
-def test_volumes_are_the_closed_forms(rows: int, columns: int, stage: int, gathers: int) -> None:
-    """2(N-1)P and 3(N-1)P inside the rows, 2(R-1)P across them, for one dtype on the wire."""
+def test_volumes_are_the_closed_forms(replicas: int, shards: int, stage: int, gathers: int) -> None:
+    """2(N-1)P and 3(N-1)P inside the replicas, 2(R-1)P across them, for one dtype on the wire."""
     parameters = [p for p in inventory("qwen2.5-7b") if p.name != "model.norm.weight"]
-    grid = Topology(rows=rows, columns=columns)
+    grid = Topology(replicas=replicas, shards=shards)
     plan = build_plan(parameters, grid, closed_form_cost())
     found = estimate(plan, zero_stage=stage, reduce_bytes=2)
     size = 2 * sum(p.numel for p in parameters)
-    inside = (gathers + 1) * (columns - 1) * size * rows
-    across = 2 * (rows - 1) * size
+    inside = (gathers + 1) * (shards - 1) * size * replicas
+    across = 2 * (replicas - 1) * size
     for direction in ("sent", "received"):
-        assert total(found, f"{direction}_inside_rows") == inside
-        assert total(found, f"{direction}_across_rows") == across
+        assert total(found, f"{direction}_inside_replicas") == inside
+        assert total(found, f"{direction}_across_replicas") == across
 
 
 def test_micro_batches_multiply_gathers_and_reductions_but_not_the_publish() -> None:
     plan = small(2, 2)
     one, four = (estimate(plan, zero_stage=2, micro_batches=n) for n in (1, 4))
-    assert total(four, "sent_inside_rows") == 4 * total(one, "sent_inside_rows")
+    assert total(four, "sent_inside_replicas") == 4 * total(one, "sent_inside_replicas")
     published = 2 * (16 + 8 + 4)
-    reduced = total(one, "sent_across_rows") - published
-    assert total(four, "sent_across_rows") == 4 * reduced + published
+    reduced = total(one, "sent_across_replicas") - published
+    assert total(four, "sent_across_replicas") == 4 * reduced + published
     resident = [estimate(plan, zero_stage=1, micro_batches=n) for n in (1, 4)]
-    whole = 2 * 44 * 2  # gathered once a step by the two rows, whatever the micro-batches
-    sums = [total(found, "sent_inside_rows") for found in resident]
+    whole = 2 * 44 * 2  # gathered once a step by the two replicas, whatever the micro-batches
+    sums = [total(found, "sent_inside_replicas") for found in resident]
     assert sums[1] - whole == 4 * (sums[0] - whole)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (2, 8), (4, 8), (32, 8)])
-def test_mean_bytes_are_those_of_section_4_4(rows: int, columns: int) -> None:
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 8), (2, 8), (4, 8), (32, 8)])
+def test_mean_bytes_are_those_of_section_4_4(replicas: int, shards: int) -> None:
     """Parameters 2M/K + 4M/(RK), gradients and momentum 4M/(RK): DMuon-2, section 4.4."""
     owned = [p for p in inventory("qwen2.5-7b") if p.route is Route.MATRIX]
-    plan = build_plan(owned, Topology(rows=rows, columns=columns), closed_form_cost())
+    plan = build_plan(owned, Topology(replicas=replicas, shards=shards), closed_form_cost())
     found, size = estimate(plan), sum(p.numel for p in owned)
-    ranks = rows * columns
-    copies = 2 * size / columns if rows > 1 else 0
+    ranks = replicas * shards
+    copies = 2 * size / shards if replicas > 1 else 0
     assert np.mean(found.parameters) == pytest.approx(copies + 4 * size / ranks)
     assert np.mean(found.gradients) == pytest.approx(4 * size / ranks)
     assert np.mean(found.optimizer_state) == pytest.approx(4 * size / ranks)
@@ -153,7 +153,7 @@ def test_stages_trade_workspace_for_volume() -> None:
     plan = small(1, 3)
     one, two, three = (estimate(plan, zero_stage=stage) for stage in (1, 2, 3))
     assert max(three.workspace) < max(two.workspace)
-    assert total(three, "sent_inside_rows") > total(two, "sent_inside_rows")
+    assert total(three, "sent_inside_replicas") > total(two, "sent_inside_replicas")
     assert one.parameters == tuple(held + 2 * 52 for held in three.parameters)
 
 
@@ -161,15 +161,15 @@ def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None
     frozen = [parameter("f", 4, 4, layer="l", route=Route.FROZEN)]
     found = estimate(plan_of(frozen, 2, 2))
     assert set(found.gradients) == set(found.optimizer_state) == {0}
-    assert set(found.sent_across_rows) == {0}
-    assert total(found, "sent_inside_rows") == 2 * 2 * 16 * 2
+    assert set(found.sent_across_replicas) == {0}
+    assert total(found, "sent_inside_replicas") == 2 * 2 * 16 * 2
 
 
 def test_a_tied_table_stays_gathered() -> None:
     tied = parameter("t", 4, 4, layout=Layout.EVEN, route=Route.ADAMW_SHARDED, aliases=("head",))
     loose = parameter("t", 4, 4, layout=Layout.EVEN, route=Route.ADAMW_SHARDED)
     sums = [
-        total(estimate(plan_of([p], 1, 2), reduce_bytes=2), "sent_inside_rows")
+        total(estimate(plan_of([p], 1, 2), reduce_bytes=2), "sent_inside_replicas")
         for p in (tied, loose)
     ]
     assert sums == [2 * 32, 3 * 32]
@@ -177,7 +177,7 @@ def test_a_tied_table_stays_gathered() -> None:
 
 def test_pieces_of_tensor_parallelism_are_what_is_counted() -> None:
     cut = parameter("a", 5, 4, layer="l", cut=Cut(dim=0, bounds=(0, 3, 5)))
-    plan = build_plan([cut], Topology(rows=1, columns=1, tp=2), lambda *_: 1.0)
+    plan = build_plan([cut], Topology(replicas=1, shards=1, tp=2), lambda *_: 1.0)
     assert estimate(plan).parameters == (12 * 4,)
     assert block_fanouts(plan)[0].bytes == 12 * 2
 

@@ -35,7 +35,7 @@ def test_the_default_settings_are_the_golden_rule() -> None:
     assert PlannerSettings().byte_cap == GOLDENS["rule"]["eps"]
     assert PlannerSettings().policy == "lpt"
     assert PlannerSettings().spread_layers
-    assert PlannerSettings().balance_columns
+    assert PlannerSettings().balance_rails
 
 
 def test_table_7_rails() -> None:
@@ -57,9 +57,9 @@ def test_table_3_optimizer_state(gpus: int, published: float) -> None:
 def test_state_and_time_fall_as_rows_are_added() -> None:
     """Table 3 with the closed form: 1 to 32 nodes of 8 ranks, nothing to gain after 16."""
     states, times = [], []
-    for rows in (1, 2, 4, 8, 16, 32):
+    for replicas in (1, 2, 4, 8, 16, 32):
         plan = build_plan(
-            inventory("qwen2.5-1.5b"), Topology(rows=rows, columns=8), closed_form_cost()
+            inventory("qwen2.5-1.5b"), Topology(replicas=replicas, shards=8), closed_form_cost()
         )
         report = summarize(plan)
         states.append(round(report.optimizer_state_gib_busiest, 3))
@@ -99,22 +99,22 @@ def test_appendix_c5_window_and_ratio() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "rows", "published"),
+    ("case", "replicas", "published"),
     [("pi0.5 fused rails", 8, 1.52), ("pi0.5 fused rails", 16, 3.17), ("table7b", 8, 1.33)],
 )
-def test_columns_before_the_cap(case: str, rows: int, published: float) -> None:
-    """Without column balance an infeasible cap piles bytes on few rails; with it at most 1.06."""
-    grid = Topology(rows=rows, columns=8)
-    flat = summarize(golden_plan(case, grid, balance_columns=False)).heaviest_rail_over_mean
+def test_columns_before_the_cap(case: str, replicas: int, published: float) -> None:
+    """Without rail balance an infeasible cap piles bytes on few rails; with it at most 1.06."""
+    grid = Topology(replicas=replicas, shards=8)
+    flat = summarize(golden_plan(case, grid, balance_rails=False)).heaviest_rail_over_mean
     assert flat == pytest.approx(published, rel=0.05)
     assert summarize(golden_plan(case, grid)).heaviest_rail_over_mean <= 1.06
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b", "pi0.5-fused"])
-@pytest.mark.parametrize("rows", [8, 16])
-def test_rails_of_the_published_models(model: str, rows: int) -> None:
-    """Heaviest over mean at most 1.06 in bytes, and in time, which columns are balanced by."""
-    plan = build_plan(inventory(model), Topology(rows=rows, columns=8), closed_form_cost())
+@pytest.mark.parametrize("replicas", [8, 16])
+def test_rails_of_the_published_models(model: str, replicas: int) -> None:
+    """Heaviest over mean at most 1.06 in bytes, and in time, which shards are balanced by."""
+    plan = build_plan(inventory(model), Topology(replicas=replicas, shards=8), closed_form_cost())
     report = summarize(plan)
     assert report.heaviest_rail_over_mean <= 1.06
     assert report.heaviest_rail_over_mean_ns <= 1.03

@@ -38,7 +38,7 @@ def parameters() -> list[LogicalParameter]:
 def small_plan(**changes: object) -> OwnershipPlan:
     plan = build_plan(
         parameters(),
-        Topology(rows=2, columns=4),
+        Topology(replicas=2, shards=4),
         lambda rows, cols: rows * cols / 3,
         PlannerSettings(),
         threshold=20,
@@ -61,10 +61,10 @@ def test_an_alias_has_the_owner_of_its_parameter() -> None:
 
 def test_even_slices_are_those_of_torch_chunk() -> None:
     for rows in (1, 2, 3, 4, 5, 7, 8, 9, 16, 151936):
-        for columns in (1, 2, 3, 4, 8):
-            grid = Topology(rows=2, columns=columns)
+        for shards in (1, 2, 3, 4, 8):
+            grid = Topology(replicas=2, shards=shards)
             plan = build_plan([table("t", rows, 3)], grid, lambda *shape: 1.0)
-            chunks = [len(c) * 3 for c in torch.arange(rows).chunk(columns)]
+            chunks = [len(c) * 3 for c in torch.arange(rows).chunk(shards)]
             segments = plan.segments("t")
             assert [stop - start for _, start, stop in segments] == chunks
             assert [s.rank for s in segments] == list(range(len(chunks)))
@@ -73,7 +73,7 @@ def test_even_slices_are_those_of_torch_chunk() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_segments_tile_every_parameter(seed: int) -> None:
     generator = random.Random(seed)
-    grid = Topology(rows=generator.randint(1, 3), columns=generator.randint(1, 5))
+    grid = Topology(replicas=generator.randint(1, 3), shards=generator.randint(1, 5))
     plan = build_plan(random_model(generator), grid, lambda *shape: 1.0, threshold=8)
     for p in plan.parameters:
         end = 0
@@ -117,7 +117,10 @@ DIFFERENCES: list[tuple[Callable[[OwnershipPlan], OwnershipPlan], str]] = [
         lambda p: replace(p, costs=(1.5, *p.costs[1:])),
         f"Newton-Schulz ms of {UP}: {32 / 3} here, 1.5 there",
     ),
-    (lambda p: replace(p, topology=Topology(rows=4, columns=2)), "topology rows: 2 here, 4 there"),
+    (
+        lambda p: replace(p, topology=Topology(replicas=4, shards=2)),
+        "topology replicas: 2 here, 4 there",
+    ),
     (
         lambda p: replace(p, settings=PlannerSettings(byte_cap=None)),
         "settings byte_cap: 0.1 here, None there",
@@ -200,7 +203,7 @@ def edited(**changes: object) -> str:
         (edited(version=2), "version 2; this code reads 1"),
         (edited(units=[]), "have no unit"),
         (edited(topology={"rows": 2}), "wrong form"),
-        (edited(topology={"rows": 2, "columns": 0}), "columns must be"),
+        (edited(topology={"rows": 2, "columns": 0}), "shards must be"),
         (edited(units=[{"name": "a"}]), "members"),
         (edited(units=[{"name": "a", "layer": "", "members": ["b"]}]), "'b'"),
         (edited(parameters=[{"name": "a"}]), "kind"),
@@ -221,15 +224,15 @@ def placed_plan() -> OwnershipPlan:
             parameter("sliced", 8, 4, layout=Layout.EVEN, cut=bounds),
             table("table", 10, 4, cut=Cut(dim=0, bounds=(0, 6, 10))),
         ],
-        Topology(rows=2, columns=2, tp=2),
+        Topology(replicas=2, shards=2, tp=2),
         lambda rows, cols: rows * cols / 3,
         threshold=1,
     )
 
 
 def owned(plan: OwnershipPlan, name: str) -> dict[Axis, Owned]:
-    row, column = divmod(plan.owner_of(name), 2)
-    return {Axis.REPLICATE: Owned(row), Axis.SHARD: Owned(column)}
+    replica, shard = divmod(plan.owner_of(name), 2)
+    return {Axis.REPLICATE: Owned(replica), Axis.SHARD: Owned(shard)}
 
 
 def test_storage_says_where_masters_lie() -> None:
@@ -269,20 +272,20 @@ def test_update_says_who_works_on_the_whole() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_segments_are_the_pieces_of_the_storage(seed: int) -> None:
     generator = random.Random(seed)
-    grid = Topology(rows=generator.randint(1, 3), columns=generator.randint(1, 5))
+    grid = Topology(replicas=generator.randint(1, 3), shards=generator.randint(1, 5))
     plan = build_plan(random_model(generator), grid, lambda *shape: 1.0, threshold=8)
     for p in plan.parameters:
         found = []
-        for rank in range(grid.columns):
-            for row in range(grid.rows):
-                place = {Axis.REPLICATE: row, Axis.SHARD: rank}
+        for rank in range(grid.shards):
+            for replica in range(grid.replicas):
+                place = {Axis.REPLICATE: replica, Axis.SHARD: rank}
                 piece = piece_of(p.shape, plan.storage(p.name), grid.sizes, place)
                 if piece is None or not piece.numel:
                     continue
-                owned_by = grid.columns * row + rank if p.layout is Layout.OWNER else rank
+                owned_by = grid.shards * replica + rank if p.layout is Layout.OWNER else rank
                 start = (piece.offset[0] if piece.offset else 0) * (
                     p.numel // max(1, (p.shape or (1,))[0])
                 )
-                if p.layout is Layout.OWNER or row == 0:
+                if p.layout is Layout.OWNER or replica == 0:
                     found.append(Segment(owned_by, start, start + piece.numel))
         assert tuple(found) == plan.segments(p.name)

@@ -37,16 +37,16 @@ def area(rows: int, cols: int) -> float:
 
 
 def fsdp(ranks: int) -> Topology:
-    return Topology(rows=1, columns=ranks)
+    return Topology(replicas=1, shards=ranks)
 
 
 def literal_rule(
     units: Sequence[Unit], costs: Sequence[float], grid: Topology, settings: PlannerSettings
 ) -> tuple[int, ...]:
     """The rule of the golden file, word by word and without arrays."""
-    columns = 1 if grid.rows == 1 else grid.columns
-    depth = grid.world // columns
-    time = {(c, r): 0.0 for c in range(columns) for r in range(depth)}
+    rails = 1 if grid.replicas == 1 else grid.shards
+    depth = grid.world // rails
+    time = {(c, r): 0.0 for c in range(rails) for r in range(depth)}
     held = dict.fromkeys(time, 0)
     used: set[tuple[str, int, int]] = set()
     mean = sum(u.numel for u in units) * settings.bytes_per_element / grid.world
@@ -54,10 +54,10 @@ def literal_rule(
     for i in sorted(range(len(units)), key=lambda i: (-costs[i], -units[i].numel, units[i].name)):
         size = units[i].numel * settings.bytes_per_element
         fresh = [key for key in time if (units[i].layer, *key) not in used]
-        open_columns = sorted({c for c, _ in fresh}) or list(range(columns))
-        column_time = [sum(time[c, r] for r in range(depth)) for c in range(columns)]
-        column = min(open_columns, key=lambda c: (column_time[c], c))
-        ranks = [key for key in fresh if key[0] == column] or [(column, r) for r in range(depth)]
+        open_rails = sorted({c for c, _ in fresh}) or list(range(rails))
+        rail_time = [sum(time[c, r] for r in range(depth)) for c in range(rails)]
+        rail = min(open_rails, key=lambda c: (rail_time[c], c))
+        ranks = [key for key in fresh if key[0] == rail] or [(rail, r) for r in range(depth)]
         cap = math.inf if settings.byte_cap is None else (1 + settings.byte_cap) * mean
         fit = [key for key in ranks if held[key] + size <= cap]
         chosen = (
@@ -66,7 +66,7 @@ def literal_rule(
         time[chosen] += costs[i]
         held[chosen] += size
         used.add((units[i].layer, *chosen))
-        owners[i] = chosen[1] if grid.rows == 1 else chosen[1] * grid.columns + column
+        owners[i] = chosen[1] if grid.replicas == 1 else chosen[1] * grid.shards + rail
     return tuple(owners)
 
 
@@ -74,7 +74,7 @@ def literal_rule(
 def test_random_cases_follow_the_rule_and_have_one_owner_per_unit(seed: int) -> None:
     generator = random.Random(seed)
     parameters = random_model(generator)
-    grid = Topology(rows=generator.choice((1, 2, 3)), columns=generator.choice((1, 2, 5)))
+    grid = Topology(replicas=generator.choice((1, 2, 3)), shards=generator.choice((1, 2, 5)))
     settings = PlannerSettings(byte_cap=generator.choice((None, 0.0, 0.1, 1.0)))
     plan = build_plan(parameters, grid, area, settings, threshold=generator.choice((4, 16, 10**6)))
     found = assign(plan.units, plan.costs, grid, settings)  # before experts are evened out
@@ -89,7 +89,7 @@ def test_random_cases_follow_the_rule_and_have_one_owner_per_unit(seed: int) -> 
 def test_owners_do_not_depend_on_the_order_of_the_parameters(policy: str) -> None:
     generator = random.Random(7)
     parameters = random_model(generator)
-    grid, settings = Topology(rows=2, columns=3), PlannerSettings(policy=policy)
+    grid, settings = Topology(replicas=2, shards=3), PlannerSettings(policy=policy)
     first = build_plan(parameters, grid, area, settings, threshold=8)
     for _ in range(5):
         generator.shuffle(parameters)
@@ -123,7 +123,7 @@ def test_spreading_has_priority_over_the_cap() -> None:
 
 def test_more_units_in_a_layer_than_ranks() -> None:
     units = [unit(f"u{i}", 1, "layers.0") for i in range(10)]
-    for grid in (fsdp(4), Topology(rows=2, columns=2)):
+    for grid in (fsdp(4), Topology(replicas=2, shards=2)):
         counts = Counter(assign(units, [1.0] * 10, grid, PlannerSettings()))
         assert sorted(counts.values()) == [2, 2, 3, 3]
 
@@ -144,13 +144,13 @@ def test_a_unit_above_the_cap_goes_to_the_fewest_bytes() -> None:
     assert owners == (1, 0, 0)
 
 
-def test_column_balance_changes_the_columns() -> None:
+def test_rail_balance_changes_the_rails() -> None:
     units = [unit(f"u{i}", 100, f"layers.{i}") for i in range(4)]
-    grid = Topology(rows=4, columns=2)
+    grid = Topology(replicas=4, shards=2)
     settings = PlannerSettings(byte_cap=0.0)
     balanced = assign(units, [1.0] * 4, grid, settings)
     assert Counter(owner % 2 for owner in balanced) == {0: 2, 1: 2}
-    flat = assign(units, [1.0] * 4, grid, PlannerSettings(byte_cap=0.0, balance_columns=False))
+    flat = assign(units, [1.0] * 4, grid, PlannerSettings(byte_cap=0.0, balance_rails=False))
     assert Counter(owner % 2 for owner in flat) == {0: 4}
     assert len(set(flat)) == 4
 
@@ -174,7 +174,7 @@ def test_every_named_policy_exists() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
-@pytest.mark.parametrize("grid", [fsdp(1), fsdp(50), Topology(rows=50, columns=2)])
+@pytest.mark.parametrize("grid", [fsdp(1), fsdp(50), Topology(replicas=50, shards=2)])
 def test_one_rank_and_more_ranks_than_units(policy: str, grid: Topology) -> None:
     parameters = random_model(random.Random(3))
     plan = build_plan(parameters, grid, area, PlannerSettings(policy=policy), threshold=8)
@@ -247,12 +247,12 @@ def test_settings_are_checked(changes: dict[str, object], message: str) -> None:
         PlannerSettings(**changes)
 
 
-def test_topology_is_checked_and_numbers_ranks_row_by_row() -> None:
-    grid = Topology(rows=2, columns=4)
-    assert (grid.world, grid.row_of(6), grid.column_of(6)) == (8, 1, 2)
-    for rows, columns in ((0, 4), (2, -1), (2.0, 4)):
+def test_topology_is_checked_and_numbers_ranks_replica_by_replica() -> None:
+    grid = Topology(replicas=2, shards=4)
+    assert (grid.world, grid.replica_of(6), grid.shard_of(6)) == (8, 1, 2)
+    for replicas, rails in ((0, 4), (2, -1), (2.0, 4)):
         with pytest.raises(ValueError, match="Topology"):
-            Topology(rows=rows, columns=columns)
+            Topology(replicas=replicas, shards=rails)
 
 
 def test_bytes_per_element_moves_no_owner() -> None:

@@ -11,7 +11,7 @@ from tests.support.ownership import golden_plan, parameter, table
 MIB = 1 << 20
 
 
-def plan_of_two_rows(**settings: object) -> OwnershipPlan:
+def plan_of_two_replicas(**settings: object) -> OwnershipPlan:
     parameters = [
         table("embedding", 6, 4),
         parameter("a", 4, 4, layer="l0"),
@@ -20,17 +20,17 @@ def plan_of_two_rows(**settings: object) -> OwnershipPlan:
         parameter("frozen", 10, 4, layer="l2", route=Route.FROZEN),
     ]
     rule = PlannerSettings(policy="round_robin", **settings)
-    grid = Topology(rows=2, columns=2)
+    grid = Topology(replicas=2, shards=2)
     return build_plan(parameters, grid, lambda rows, cols: rows + cols, rule, threshold=5)
 
 
 def test_figures_of_each_rank() -> None:
     """Units in turn: a, b, norm, frozen on ranks 0, 1, 2, 3."""
-    report = summarize(plan_of_two_rows())
+    report = summarize(plan_of_two_replicas())
     assert report.rank_ns_ms == (8.0, 6.0, 0.0, 0.0)
     assert report.rank_bytes == (32, 16, 8, 80)
     assert report.rank_parameters == (1, 1, 1, 1)
-    # each row holds 3 rows of the embedding per column: 12 elements of 8 bytes
+    # each replica holds 3 rows of the embedding per shard: 12 elements of 8 bytes
     assert report.rank_optimizer_bytes == (96 + 64, 96 + 32, 96 + 32, 96)
     assert report.optimizer_state_gib_busiest == 160 / 2**30
     assert report.routes == {"matrix": 2, "adamw_owner": 1, "adamw_sharded": 1, "frozen": 1}
@@ -40,8 +40,8 @@ def test_figures_of_each_rank() -> None:
     assert report.owner_window_mib == 80 / MIB
 
 
-def test_rails_are_columns() -> None:
-    report = summarize(plan_of_two_rows())
+def test_rails_are_shards() -> None:
+    report = summarize(plan_of_two_replicas())
     assert [(r.parameters, r.mib * MIB, r.ns_ms) for r in report.rails] == [
         (2, 40.0, 8.0),
         (2, 96.0, 6.0),
@@ -50,10 +50,10 @@ def test_rails_are_columns() -> None:
 
 
 def test_bytes_follow_the_compute_dtype() -> None:
-    assert summarize(plan_of_two_rows(bytes_per_element=4)).rank_bytes == (64, 32, 16, 160)
+    assert summarize(plan_of_two_replicas(bytes_per_element=4)).rank_bytes == (64, 32, 16, 160)
 
 
-def test_rails_add_up_and_may_be_fewer_than_columns() -> None:
+def test_rails_add_up_and_may_be_fewer_than_shards() -> None:
     plan = golden_plan("appendixB cap")
     report = summarize(plan, rails=8)
     assert len(report.rails) == 8
@@ -65,7 +65,7 @@ def test_rails_add_up_and_may_be_fewer_than_columns() -> None:
 
 
 def test_idle_ranks_are_counted() -> None:
-    plan = build_plan([parameter("m", 4, 4)], Topology(rows=1, columns=5), lambda *shape: 1.0)
+    plan = build_plan([parameter("m", 4, 4)], Topology(replicas=1, shards=5), lambda *shape: 1.0)
     report = summarize(plan)
     assert report.idle_ranks == 4
     assert report.busiest_over_mean_ns == 5.0

@@ -33,7 +33,7 @@ def unit(name: str, size: int, layer: str) -> Unit:
 
 def owners(policy: str, units: list[Unit], ranks: int, **settings: object) -> tuple[int, ...]:
     rule = PlannerSettings(policy=policy, **settings)
-    return assign(units, [0.0] * len(units), Topology(rows=1, columns=ranks), rule)
+    return assign(units, [0.0] * len(units), Topology(replicas=1, shards=ranks), rule)
 
 
 def block(layer: str) -> list[LogicalParameter]:
@@ -115,7 +115,7 @@ def test_ties_go_to_the_name_and_the_lower_rank() -> None:
 def test_scope_is_never_far_from_even(seed: int) -> None:
     """Largest first onto the lightest: at most mean + largest role (Graham)."""
     parameters = random_model(random.Random(seed))
-    grid = Topology(rows=1, columns=3)
+    grid = Topology(replicas=1, shards=3)
     for policy in ROLE_POLICIES:
         plan = build_plan(parameters, grid, lambda *_: 1.0, PlannerSettings(policy=policy))
         held: Counter[int] = Counter()
@@ -145,7 +145,7 @@ def test_scope_is_flattest_and_role_needs_the_smallest_workspace(span: int) -> N
     """The order of table 5: balance role = cost > scope; role is the memory-conservative one."""
     balance, gamma = {}, {}
     for policy in ROLE_POLICIES:
-        grid = Topology(rows=1, columns=span)
+        grid = Topology(replicas=1, shards=span)
         plan = build_plan(decoder(64), grid, lambda *_: 1.0, PlannerSettings(policy=policy))
         balance[policy] = summarize(plan).busiest_over_mean_bytes
         gamma[policy] = max(fanout.gamma for fanout in block_fanouts(plan))
@@ -156,7 +156,7 @@ def test_scope_is_flattest_and_role_needs_the_smallest_workspace(span: int) -> N
 
 
 def test_two_segments_of_a_parameter_on_a_rank_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = build_plan(block("layers.0"), Topology(rows=1, columns=2), lambda *_: 1.0)
+    plan = build_plan(block("layers.0"), Topology(replicas=1, shards=2), lambda *_: 1.0)
     plan.check_contiguous()
     broken = replace(plan)
     split = (Segment(1, 0, 8), Segment(0, 8, 12), Segment(1, 12, 16))

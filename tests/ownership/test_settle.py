@@ -23,7 +23,7 @@ from megamuon.ownership.inventory import inventory
 from megamuon.ownership.settle import settle_experts
 from tests.support.ownership import golden_plan, parameter
 
-ONE_ROW = Topology(rows=1, columns=2)
+ONE_REPLICA = Topology(replicas=1, shards=2)
 
 
 def unit(name: str, size: int, layer: str = "") -> Unit:
@@ -34,7 +34,7 @@ def settle(
     units: list[Unit],
     costs: list[float],
     owners: tuple[int, ...],
-    grid: Topology = ONE_ROW,
+    grid: Topology = ONE_REPLICA,
     **settings: object,
 ) -> tuple[int, ...]:
     experts = frozenset(u.name for u in units if u.name.startswith("e"))
@@ -60,18 +60,18 @@ def test_a_layer_stays_on_different_ranks() -> None:
     assert settle(units, costs, (0, 0, 1), spread_layers=False) == (0, 1, 1)
 
 
-def test_columns_keep_their_time() -> None:
+def test_rails_keep_their_time() -> None:
     units = [unit("big", 8, "a"), unit("e0", 3, "b")]
-    grid = Topology(rows=2, columns=2)
-    # ranks 0 and 2 are column 0, ranks 1 and 3 column 1
+    grid = Topology(replicas=2, shards=2)
+    # ranks 0 and 2 are rail 0, ranks 1 and 3 rail 1
     assert settle(units, [1.0, 0.5], (0, 0), grid) == (0, 2)
-    assert settle(units, [1.0, 0.5], (0, 0), grid, balance_columns=False) == (0, 1)
+    assert settle(units, [1.0, 0.5], (0, 0), grid, balance_rails=False) == (0, 1)
 
 
 def test_all_or_nothing() -> None:
     """Two ranks are heaviest and only one of them could get lighter: nothing moves."""
     units = [unit("e0", 4, "a"), unit("big0", 6, "b"), unit("big1", 10, "c"), unit("small", 1, "d")]
-    grid = Topology(rows=1, columns=3)
+    grid = Topology(replicas=1, shards=3)
     assert settle(units, [1.0, 1.0, 2.0, 0.0], (0, 0, 1, 2), grid) == (0, 0, 1, 2)
     lighter = [*units[:2], unit("big1", 9, "c"), units[3]]
     assert settle(lighter, [1.0, 1.0, 2.0, 0.0], (0, 0, 1, 2), grid) == (2, 0, 1, 2)
@@ -99,7 +99,11 @@ def test_invariants_on_random_mixtures(seed: int) -> None:
     generator = random.Random(seed)
     parameters = mixture(generator)
     grid = generator.choice(
-        (Topology(rows=1, columns=16), Topology(rows=8, columns=2), Topology(rows=15, columns=1))
+        (
+            Topology(replicas=1, shards=16),
+            Topology(replicas=8, shards=2),
+            Topology(replicas=15, shards=1),
+        )
     )
     settings = PlannerSettings(byte_cap=0.5)
 
@@ -120,9 +124,9 @@ def test_invariants_on_random_mixtures(seed: int) -> None:
     assert (heaviest[1] < heaviest[0]) == moved
     assert moved == (seed in MOVES)
     assert loads["after"][0].max() <= loads["before"][0].max() * (1 + 1e-9)
-    if grid.rows > 1:
-        columns = [loads[name][0].reshape(grid.rows, -1).sum(axis=0) for name in loads]
-        np.testing.assert_allclose(columns[0], columns[1])
+    if grid.replicas > 1:
+        rails = [loads[name][0].reshape(grid.replicas, -1).sum(axis=0) for name in loads]
+        np.testing.assert_allclose(rails[0], rails[1])
     for layer in {u.layer for u in plan.units}:
         counts = [
             max(
@@ -137,7 +141,7 @@ def test_invariants_on_random_mixtures(seed: int) -> None:
 
 def test_qwen_moe_with_the_closed_form() -> None:
     """Time alone gives DMuon-2's 110 MiB and 1.0782; at the same time 104.5 MiB is possible."""
-    grid, cost = Topology(rows=1, columns=256), closed_form_cost()
+    grid, cost = Topology(replicas=1, shards=256), closed_form_cost()
     reports = {}
     for cap in (None, 0.1):
         plan = build_plan(inventory("qwen1.5-moe-a2.7b"), grid, cost, PlannerSettings(byte_cap=cap))

@@ -44,7 +44,7 @@ def small_plan(**changes: object) -> OwnershipPlan:
         parameter("bias", 5, cut=Cut(dim=0, bounds=(0, 3, 5))),
     ]
     settings = PlannerSettings(byte_cap=None)
-    grid = Topology(rows=1, columns=1, tp=2)
+    grid = Topology(replicas=1, shards=1, tp=2)
     return replace(build_plan(parameters, grid, area, settings, threshold=1), **changes)
 
 
@@ -74,13 +74,13 @@ def test_even_layout_is_one_bucket_and_needs_its_costs() -> None:
         cut(f"layers.{i}.w", 4, 4, layer=f"layers.{i}", layout=Layout.EVEN) for i in range(4)
     ]
     assert muon_shapes(matrices) == ((4, 4),)
-    plan = build_plan(matrices, Topology(rows=2, columns=2, tp=2), area)
+    plan = build_plan(matrices, Topology(replicas=2, shards=2, tp=2), area)
     assert [rank for _, rank in plan.tp_owners] == [0, 1, 0, 1]
     assert plan.owners == ()
 
 
 def test_no_tp_owner_without_tensor_parallelism() -> None:
-    plan = build_plan([parameter("a", 4, 4)], Topology(rows=1, columns=2), area)
+    plan = build_plan([parameter("a", 4, 4)], Topology(replicas=1, shards=2), area)
     assert plan.tp_owners == ()
     assert plan.tp_owner_of("a") == 0
 
@@ -89,7 +89,7 @@ def test_no_tp_owner_without_tensor_parallelism() -> None:
 def test_tp_ranks_share_the_work_of_a_real_model(tp: int) -> None:
     parameters = cut_by_name(inventory("qwen2.5-7b"), tp)
     cost = closed_form_cost()
-    plan = build_plan(parameters, Topology(rows=2, columns=4, tp=tp), cost)
+    plan = build_plan(parameters, Topology(replicas=2, shards=4, tp=tp), cost)
     wanted = sorted(p.name for p in parameters if p.route is Route.MATRIX and p.cut is not None)
     assert [name for name, _ in plan.tp_owners] == wanted
     times = tp_rank_times(plan, cost)
@@ -147,15 +147,17 @@ def test_a_cut_that_does_not_make_one_piece_per_tp_rank_is_refused() -> None:
         Cut(dim=2, bounds=(0, 4, 8)),
     ):
         with pytest.raises(PlanError, match=r"a \[8, 8\] is cut along dim \d at .*2 pieces"):
-            build_plan([parameter("a", 8, 8, cut=wrong)], Topology(rows=1, columns=1, tp=2), area)
+            build_plan(
+                [parameter("a", 8, 8, cut=wrong)], Topology(replicas=1, shards=1, tp=2), area
+            )
     with pytest.raises(PlanError, match="3 tp ranks|3 pieces"):
-        small_plan(topology=Topology(rows=1, columns=1, tp=3))
+        small_plan(topology=Topology(replicas=1, shards=1, tp=3))
 
 
 def test_segments_are_those_of_the_piece() -> None:
     plan = small_plan()
     assert [plan.segments("c", tp_rank)[0][1:] for tp_rank in (0, 1)] == [(0, 12), (0, 8)]
     even = cut("w", 5, 2, layout=Layout.EVEN)
-    plan = build_plan([even], Topology(rows=1, columns=2, tp=2), area)
+    plan = build_plan([even], Topology(replicas=1, shards=2, tp=2), area)
     assert [s[1:] for s in plan.segments("w", 0)] == [(0, 4), (4, 6)]
     assert [s[1:] for s in plan.segments("w", 1)] == [(0, 2), (2, 4)]

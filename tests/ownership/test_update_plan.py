@@ -218,7 +218,7 @@ def test_changes_that_no_move_makes_are_refused() -> None:
 def test_matrices_of_a_model_go_to_their_tp_owners_and_back(tp: int) -> None:
     parameters = cut_by_name(inventory("qwen2.5-1.5b"), tp)
     plan = build_plan(
-        parameters, Topology(rows=2, columns=2, tp=tp), lambda rows, cols: rows * cols
+        parameters, Topology(replicas=2, shards=2, tp=tp), lambda rows, cols: rows * cols
     )
     update = compile_update(matrices_of(plan, parameters), plan.topology.sizes, torch.float32)
     assert len(update.matrices) == 196

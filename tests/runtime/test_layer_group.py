@@ -32,7 +32,7 @@ PARAMETERS = (
 
 
 def groups(world: int) -> list[LayerGroup]:
-    topology = Topology(rows=1, columns=world)
+    topology = Topology(replicas=1, shards=world)
     plan = build_plan(PARAMETERS, topology, closed_form_cost(), threshold=1)
     return [
         LayerGroup(
@@ -44,8 +44,8 @@ def groups(world: int) -> list[LayerGroup]:
                 world_size=world,
                 rank=rank,
                 local_rank=rank,
-                rows=1,
-                columns=world,
+                replicas=1,
+                shards=world,
                 device=torch.device("cpu"),
                 backend="gloo",
             ),
@@ -66,7 +66,7 @@ def test_ranks_hold_every_element_once() -> None:
         assert sum(g.window.numel() for g in made) == elements - frozen
         for rank, group in enumerate(made):
             assert group.gather_table.sizes[rank] == group.master.numel()
-            assert group.reduce_table.columns.sizes[rank] == group.window.numel()
+            assert group.reduce_table.shards.sizes[rank] == group.window.numel()
             for segment in group.local:
                 assert (segment.window is None) == (segment.parameter.name == "frozen")
                 shape = segment.parameter.shape

@@ -421,22 +421,24 @@ def test_a_group_without_a_gradient_stays_on_the_heap() -> None:
     assert not (group.weights.bound or group.gradients.bound or group.window_pooled)
 
 
-def test_windows_that_mix_all_rows_and_owners_stay_out() -> None:
+def test_windows_that_mix_all_replicas_and_owners_stay_out() -> None:
     runtime, _, _ = trained(Run(steps=1, orders=((0, 1, 2),)), pooled=False)
     group = runtime.groups[1]
-    columns = group.reduce_table
+    table = group.reduce_table
     mixed = dataclasses.replace(
-        columns,
-        rows=tuple(
-            tuple(dataclasses.replace(p, row=None if i == 0 else 0) for i, p in enumerate(pieces))
-            for pieces in columns.rows
+        table,
+        replicas=tuple(
+            tuple(
+                dataclasses.replace(p, replica=None if i == 0 else 0) for i, p in enumerate(pieces)
+            )
+            for pieces in table.replicas
         ),
     )
     group.reduce_table = mixed
     missing = [-1] * len(runtime.groups)
-    assert exclusions(runtime.groups, missing, rows=1) == {}
-    (reason,) = exclusions(runtime.groups, missing, rows=2).values()
-    assert "every row keeps" in reason
+    assert exclusions(runtime.groups, missing, replicas=1) == {}
+    (reason,) = exclusions(runtime.groups, missing, replicas=2).values()
+    assert "every replica keeps" in reason
 
 
 def test_a_collective_displaces_weights_in_use_and_brings_them_back() -> None:

@@ -15,8 +15,8 @@ class Written:
     def __init__(self, flight: Flight, name: str, across: bool) -> None:
         self.flight, self.name, self.across = flight, name, across
 
-    def wait_row(self) -> None:
-        self.flight.said.append(f"wait row {self.name}")
+    def wait_inside(self) -> None:
+        self.flight.said.append(f"wait replica {self.name}")
 
     def start_across(self) -> None:
         self.flight.said.append(f"across {self.name}")
@@ -27,7 +27,7 @@ class Written:
 
 
 class Flight:
-    """Reductions a, b, c, ... of a run of one row or of several."""
+    """Reductions a, b, c, ... of a run of one replica or of several."""
 
     def __init__(self, across: bool) -> None:
         self.across, self.said, self.count = across, [], 0

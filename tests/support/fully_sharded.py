@@ -28,7 +28,7 @@ ADAMW = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8)
 class Setting:
     """One way to run a case."""
 
-    rows: int = 1
+    replicas: int = 1
     zero_stage: int = 3
     accumulation: int = 1
     reduce_once: bool = False
@@ -40,13 +40,13 @@ class Setting:
         return Case(steps=STEPS, accumulation=self.accumulation, recompute=self.recompute)
 
 
-def grid(rank: int, rows: int, columns: int, tp: int = 1) -> Mesh:
+def grid(rank: int, replicas: int, shards: int, tp: int = 1) -> Mesh:
     return Mesh(
-        world_size=rows * columns * tp,
+        world_size=replicas * shards * tp,
         rank=rank,
         local_rank=rank,
-        rows=rows,
-        columns=columns,
+        replicas=replicas,
+        shards=shards,
         tp=tp,
         device=torch.device("cpu"),
         backend="gloo",

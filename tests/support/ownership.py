@@ -73,11 +73,11 @@ def golden_costs(case: str) -> CostTable:
 
 
 def golden_topology(case: str) -> Topology:
-    """The grid of a golden case; its one FSDP column is our one row."""
-    columns, depth = CASES[case]["columns"], CASES[case]["ranks_per_column"]
+    """The grid of a golden case; its one FSDP shard is our one replica."""
+    shards, depth = CASES[case]["columns"], CASES[case]["ranks_per_column"]
     if CASES[case]["sharding"] == "fsdp":
-        return Topology(rows=1, columns=columns * depth)
-    return Topology(rows=depth, columns=columns)
+        return Topology(replicas=1, shards=shards * depth)
+    return Topology(replicas=depth, shards=shards)
 
 
 def golden_plan(case: str, topology: Topology | None = None, **changes: object) -> OwnershipPlan:

@@ -43,7 +43,7 @@ class Opening:
 
     def __init__(self, runtime: Runtime, group: dist.ProcessGroup | None = None) -> None:
         self.runtime = runtime
-        self.recording = PoolRecording(runtime.engine, group, rows=runtime.mesh.rows)
+        self.recording = PoolRecording(runtime.engine, group, replicas=runtime.mesh.replicas)
         self.steps = 0
         runtime.use_pool(self)
 

@@ -39,43 +39,47 @@ def training(model: str = "nano", **settings: Any) -> Training:
 NARROW = {"gather_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
 SMALL = {"chunk_bytes": 1024, "ring_slots": 2, "publish_tile_bytes": 1024}
 RUNS = {
-    "fsdp": Run(case=Case(line="C", columns=4, training=training())),
-    "fsdp, small chunks": Run(case=Case(line="C", columns=4, training=training()), settings=SMALL),
-    "fsdp zero 2": Run(case=Case(line="C", columns=4, zero_stage=2, training=training())),
-    "fsdp zero 1": Run(case=Case(line="C", columns=4, zero_stage=1, training=training())),
-    "fsdp narrow": Run(case=Case(line="C", columns=4, training=training()), settings=NARROW),
-    "hsdp 2x2": Run(case=Case(line="C", rows=2, columns=2, training=training())),
+    "fsdp": Run(case=Case(line="C", shards=4, training=training())),
+    "fsdp, small chunks": Run(case=Case(line="C", shards=4, training=training()), settings=SMALL),
+    "fsdp zero 2": Run(case=Case(line="C", shards=4, zero_stage=2, training=training())),
+    "fsdp zero 1": Run(case=Case(line="C", shards=4, zero_stage=1, training=training())),
+    "fsdp narrow": Run(case=Case(line="C", shards=4, training=training()), settings=NARROW),
+    "hsdp 2x2": Run(case=Case(line="C", replicas=2, shards=2, training=training())),
     "hsdp 2x2, small chunks": Run(
-        case=Case(line="C", rows=2, columns=2, training=training()), settings=SMALL
+        case=Case(line="C", replicas=2, shards=2, training=training()), settings=SMALL
     ),
     "hsdp 4x1 zero 2": Run(
-        case=Case(line="C", rows=4, columns=1, zero_stage=2, training=training())
+        case=Case(line="C", replicas=4, shards=1, zero_stage=2, training=training())
     ),
     "hsdp 4x1 narrow": Run(
-        case=Case(line="C", rows=4, columns=1, training=training()), settings=NARROW | SMALL
+        case=Case(line="C", replicas=4, shards=1, training=training()), settings=NARROW | SMALL
     ),
     "hsdp 2x2 narrow": Run(
-        case=Case(line="C", rows=2, columns=2, training=training()), settings=NARROW
+        case=Case(line="C", replicas=2, shards=2, training=training()), settings=NARROW
     ),
-    "tp 2": Run(case=Case(line="C", rows=2, columns=1, tp=2, training=training())),
-    "moe": Run(case=Case(line="C", columns=4, training=training("nano-moe"))),
-    "moe hsdp": Run(case=Case(line="C", rows=2, columns=2, training=training("nano-moe"))),
-    "recompute": Run(case=Case(line="C", rows=2, columns=2, training=training(recompute=True))),
-    "accumulation": Run(case=Case(line="C", rows=2, columns=2, training=training(accumulation=2))),
+    "tp 2": Run(case=Case(line="C", replicas=2, shards=1, tp=2, training=training())),
+    "moe": Run(case=Case(line="C", shards=4, training=training("nano-moe"))),
+    "moe hsdp": Run(case=Case(line="C", replicas=2, shards=2, training=training("nano-moe"))),
+    "recompute": Run(case=Case(line="C", replicas=2, shards=2, training=training(recompute=True))),
+    "accumulation": Run(
+        case=Case(line="C", replicas=2, shards=2, training=training(accumulation=2))
+    ),
     "reduced once": Run(
-        case=Case(line="C", columns=4, gradient_reduction="step", training=training(accumulation=2))
+        case=Case(line="C", shards=4, gradient_reduction="step", training=training(accumulation=2))
     ),
     "reduced once in bf16": Run(
         case=Case(
             line="C",
-            columns=4,
+            shards=4,
             gradient_reduction="step",
             training=training(accumulation=3, batch=24),
         ),
         settings={"compute_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
     ),
-    "branch skipped": Run(case=Case(line="C", rows=2, columns=2, training=training()), skip=True),
-    "frozen layer": Run(case=Case(line="C", columns=4, training=training()), frozen=True),
+    "branch skipped": Run(
+        case=Case(line="C", replicas=2, shards=2, training=training()), skip=True
+    ),
+    "frozen layer": Run(case=Case(line="C", shards=4, training=training()), frozen=True),
 }
 
 

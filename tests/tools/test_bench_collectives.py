@@ -53,15 +53,15 @@ def small_runs(rank: int, world: int) -> dict[str, Any]:
             rank,
             world,
             Job(
-                rows=rows,
-                columns=columns,
+                replicas=replicas,
+                shards=shards,
                 sizes=(4096, 256 << 10),
                 operations=OPERATIONS,
                 dtype=dtype,
                 repeats=2,
             ),
         )
-        for name, (rows, columns, dtype) in GRIDS.items()
+        for name, (replicas, shards, dtype) in GRIDS.items()
     }
     start = Start()
     order: list[str] = []
@@ -76,8 +76,8 @@ def spoiled(rank: int, world: int) -> list[list[str]]:
     """Who is found wrong where the library's calls and our operators move other data."""
     real = Operators.__init__
     job = Job(
-        rows=1,
-        columns=world,
+        replicas=1,
+        shards=world,
         sizes=(4096,),
         operations=OPERATIONS,
         dtype=torch.float32,
@@ -137,7 +137,7 @@ def test_figures_follow_from_the_times(document: dict[str, Any]) -> None:
 def test_ring_slots_count_as_copies() -> None:
     run = {"operation": "gather", "bytes": 16 * MIB, "copy_ms": 3.0}
     run |= {f"{system}_ms": 4.0 for system in SYSTEMS}
-    found = figures([run], rows=3, columns=2)
+    found = figures([run], replicas=3, shards=2)
     assert found["large_fraction_of_copy_bandwidth"] == pytest.approx(0.75)
     with_slots = found["large_fraction_of_copy_bandwidth_with_ring_slots"]
     assert with_slots == pytest.approx(0.75 * 8 / 6)

@@ -118,14 +118,14 @@ def test_combinations_that_do_not_exist_are_listed_with_the_reason() -> None:
         )
     )
     cases, missing = equivalence.build_cases(chosen)
-    grid = {(c.line, c.rows, c.columns, c.tp, c.zero_stage) for c in cases}
+    grid = {(c.line, c.replicas, c.shards, c.tp, c.zero_stage) for c in cases}
     grids = [(1, 4, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2)]
     wanted = {(line, *shape, stage) for line in "ABCD" for shape in grids for stage in (2, 3)}
     wanted |= {(line, 1, *shape, 1) for line in "CD" for shape in ((4, 1), (2, 2))}
     wanted.add(("M", 1, 4, 1, 3))
     assert grid == wanted and len(cases) == len(wanted)
     reasons = {entry["case"]: entry["reason"] for entry in missing}
-    assert "2 rows" in reasons["line M nano hsdp 2x2 zero 3 tp 1 muon"]
+    assert "2 replicas" in reasons["line M nano hsdp 2x2 zero 3 tp 1 muon"]
     assert "tp 2" in reasons["line M nano fsdp 1x2 zero 3 tp 2 muon"]
     assert "baseline" in reasons["line B nano fsdp 1x4 zero 1 tp 1 muon"]
     assert "no replica" in reasons["line A hsdp tp 4"]
@@ -140,19 +140,19 @@ def test_a_case_has_no_choices_that_do_not_concern_it() -> None:
     )
     cases, _ = equivalence.build_cases(chosen)
     assert len(cases) == len({case.name for case in cases})
-    # 2 rows of 2 and 4 rows of 1: both ways to publish for owners; one row: none. Then recompute,
-    # and 3 ways to accumulate.
+    # 2 replicas of 2 and 4 replicas of 1: both ways to publish for owners; one replica: none. Then
+    # recompute, and 3 ways to accumulate.
     assert len([c for c in cases if c.line == "C"]) == (2 * 2 + 1) * 2 * 3
     assert len([c for c in cases if c.line == "B"]) == (2 + 1) * 2 * 3
     assert not any(case.sequence_parallel for case in cases)
     assert {case.training.batch for case in cases} == {8}
     lines = {c.line: c.reference.optimizer for c in equivalence.build_cases(options())[0]}
     assert lines == {"A": "adam", "B": "muon", "C": "muon", "D": "muon", "M": "muon"}
-    experts = Case(line="C", columns=2, tp=2, training=Training(model="nano-moe", recompute=True))
+    experts = Case(line="C", shards=2, tp=2, training=Training(model="nano-moe", recompute=True))
     assert experts.reference.places == 2 and not experts.reference.recompute
     assert "divide" in str(
         not_applicable(
-            Case(line="C", columns=1, tp=2, sequence_parallel=True, training=Training(length=15))
+            Case(line="C", shards=1, tp=2, sequence_parallel=True, training=Training(length=15))
         )
     )
 
@@ -181,7 +181,7 @@ def test_a_wrong_command_line_says_what(
 
 
 def test_what_is_not_a_number_never_passes() -> None:
-    case = Case(line="C", columns=1)
+    case = Case(line="C", shards=1)
     weights = {"w": torch.ones(2)}
     same = compare(([1.0], [1.0], weights), ([1.0], [1.0], weights), None, 0)
     assert (same.loss, same.norm, same.weight) == (0.0, 0.0, 0.0)
@@ -203,7 +203,7 @@ def test_what_is_not_a_number_never_passes() -> None:
 
 def test_fp32_judges_losses_only() -> None:
     difference = Difference(loss=1e-5, norm=1.0, weight=1.0, weight_name="w", seconds=0.0)
-    outcome = Outcome(case=Case(line="C", columns=1), difference=difference)
+    outcome = Outcome(case=Case(line="C", shards=1), difference=difference)
     assert not equivalence.TOLERANCES["fp32"].breaches(outcome)
     assert len(equivalence.TOLERANCES["fp64"].breaches(outcome)) == 3
     chosen = equivalence.tolerance_of(options("--dtype", "fp32", "--weight-tolerance", "0.5"))

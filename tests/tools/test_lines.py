@@ -289,7 +289,7 @@ def test_plan_bytes_are_those_of_the_estimate() -> None:
     """Two places compute what a rank holds; they have no line in common."""
     with torch.device("meta"):
         parameters = collect(GPT(model_config("nano")), layers=GPT.layer_classes)
-    plan = build_plan(parameters, Topology(rows=2, columns=2), closed_form_cost())
+    plan = build_plan(parameters, Topology(replicas=2, shards=2), closed_form_cost())
     shape = Shape(line="C", zero_stage=3, widths=Widths(compute=2, reduce=4, master=4))
     expected = estimate(plan, zero_stage=3)
     ranks = [resident_plan(plan, shape, rank, 0) for rank in range(4)]
@@ -299,7 +299,7 @@ def test_plan_bytes_are_those_of_the_estimate() -> None:
         assert resident_formula(plan, shape)[kind] == pytest.approx(mean)
     forms = traffic_formula(plan, shape)
     assert sum(n for (_, c), n in forms.items() if c == "inside_rows") == sum(
-        expected.sent_inside_rows
+        expected.sent_inside_replicas
     )
 
 
@@ -389,13 +389,13 @@ def test_lines_that_do_not_apply_say_why() -> None:
     parser = lines.build_parser()
     options = parser.parse_args([*COMMON, "--sharding", "hsdp", "--zero-stage", "2"])
     cases, reasons = lines.cases_of(options, "ABCDM")
-    assert [(case.line, case.rows, case.columns) for case in cases] == [
+    assert [(case.line, case.replicas, case.shards) for case in cases] == [
         ("A", 2, 2),
         ("B", 2, 2),
         ("C", 2, 2),
         ("D", 2, 2),
     ]
-    assert list(reasons) == ["M"] and "2 rows, ZeRO stage 2" in reasons["M"]
+    assert list(reasons) == ["M"] and "2 replicas, ZeRO stage 2" in reasons["M"]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_runs_differ_by_line_or_by_seed_alone() -> None:
     first, other, second = long_run.runs_of(options(*flags[:-1], "B,D"))
     assert replace(other.case, line="B") == first.case and other.name == "D"
     first, other, second = long_run.runs_of(options(*flags))
-    assert (first.case.rows, first.case.columns) == (2, 2)
+    assert (first.case.replicas, first.case.shards) == (2, 2)
     assert replace(other.case, line="B") == first.case
     training = replace(second.case.training, seed=first.case.training.seed)
     assert replace(second.case, training=training) == first.case
@@ -135,7 +135,10 @@ def test_runs_differ_by_line_or_by_seed_alone() -> None:
         (["--lines", "B,X"], "two or more"),
         (["--lines", "A,C"], "--optimizer adam"),
         (["--ranks", "3"], "--samples 4"),
-        (["--ranks", "4", "--sharding", "hsdp", "--lines", "B,M"], "line M is owners on one row"),
+        (
+            ["--ranks", "4", "--sharding", "hsdp", "--lines", "B,M"],
+            "line M is owners on one replica",
+        ),
         (["--shard-size", "1"], "goes with --sharding hsdp"),
         (["--steps", "4"], "5 or more"),
         (["--seed", str(long_run.SEED)], "take another"),

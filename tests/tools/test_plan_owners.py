@@ -190,7 +190,7 @@ def test_tensor_parallelism_shares_the_time_and_the_grid(tmp_path: Path) -> None
     assert "tp" not in whole
     found = figures(tmp_path, *grid, "--tp", "2", "--plan", str(tmp_path / "plan.json"))
     plan = OwnershipPlan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
-    assert (plan.topology.rows, plan.topology.columns, plan.topology.tp) == (2, 2, 2)
+    assert (plan.topology.replicas, plan.topology.shards, plan.topology.tp) == (2, 2, 2)
     assert found["tp"]["owners"] == dict(plan.tp_owners)
     assert len(plan.tp_owners) == 196
     assert 1.0 <= found["tp"]["slowest_over_mean_ns"] < 1.2
@@ -198,11 +198,11 @@ def test_tensor_parallelism_shares_the_time_and_the_grid(tmp_path: Path) -> None
 
 def test_shard_size_cuts_nodes_or_spans_them(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for size, rows in (("2", 8), ("4", 4), ("8", 2), ("16", 1)):
+    for size, replicas in (("2", 8), ("4", 4), ("8", 2), ("16", 1)):
         grid = ["--sharding", "hsdp", "--nodes", "4", "--gpus-per-node", "4", "--shard-size", size]
         plan_owners.main(["--model", "tiny", *grid, "--plan", str(path)])
         topology = OwnershipPlan.from_json(path.read_text(encoding="utf-8")).topology
-        assert (topology.rows, topology.columns) == (rows, int(size))
+        assert (topology.replicas, topology.shards) == (replicas, int(size))
 
 
 def test_a_user_table_of_shapes(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_every_layer_is_seen_in_every_phase(ranks: list[dict[str, Any]], line: s
 
 
 @pytest.mark.parametrize("line", ["C", "D"])
-def test_weights_are_published_between_the_rows(ranks: list[dict[str, Any]], line: str) -> None:
+def test_weights_are_published_between_the_replicas(ranks: list[dict[str, Any]], line: str) -> None:
     events = of_line(ranks, line)
     sent: dict[int, set[str]] = {}
     received: dict[int, set[str]] = {}
@@ -109,8 +109,8 @@ def test_weights_are_published_between_the_rows(ranks: list[dict[str, Any]], lin
             what, name = event["name"].split()
             (sent if what == "send" else received).setdefault(rank, set()).add(name)
         assert any(event.get("args") == {"cut": True} for event in published)  # goes on, or began
-    for column in (0, 1):  # rank = row * 2 + column
-        upper, lower = column, 2 + column
+    for shard in (0, 1):  # rank = replica * 2 + shard
+        upper, lower = shard, 2 + shard
         assert sent.get(upper, set()) == received.get(lower, set())
         assert sent.get(lower, set()) == received.get(upper, set())
     everything = set().union(*sent.values())
@@ -192,10 +192,10 @@ def test_the_command_writes_the_trace(
     document = json.loads(path.read_text(encoding="utf-8"))
     assert document["traceEvents"] == json.loads(json.dumps(of_line(ranks, "C")))
     titles = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"]
-    assert titles[2] == "rank 2 (row 1, column 0, tp rank 0)"
+    assert titles[2] == "rank 2 (replica 1, shard 0, tp rank 0)"
 
 
 def test_a_line_that_does_not_apply_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         trace.main(["--line", "M", "--sharding", "hsdp"])
-    assert "line M is owners on one row" in capsys.readouterr().err
+    assert "line M is owners on one replica" in capsys.readouterr().err

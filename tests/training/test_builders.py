@@ -39,7 +39,7 @@ def config_of(world: int = 1, node: int | None = None, **changes: object) -> Con
 
 
 @pytest.mark.parametrize(
-    ("changes", "rows", "columns", "tp"),
+    ("changes", "replicas", "shards", "tp"),
     [
         ({}, 1, 8, 1),
         ({"tensor_model_parallel_size": 2}, 1, 4, 2),
@@ -48,9 +48,9 @@ def config_of(world: int = 1, node: int | None = None, **changes: object) -> Con
         ({"sharding": "hsdp", "tensor_model_parallel_size": 2}, 2, 2, 2),
     ],
 )
-def test_grids(changes: dict[str, object], rows: int, columns: int, tp: int) -> None:
+def test_grids(changes: dict[str, object], replicas: int, shards: int, tp: int) -> None:
     made = grid(config_of(world=8, node=4, **changes), 8)
-    assert made == Grid(rows=rows, columns=columns, tp=tp)
+    assert made == Grid(replicas=replicas, shards=shards, tp=tp)
 
 
 def test_batches_divide_over_ranks() -> None:
@@ -177,7 +177,7 @@ def test_runtime_flags() -> None:
     planner = made.planner
     assert (planner.policy, planner.byte_cap) == ("numel", 0.25)
     assert not planner.spread_layers
-    assert not planner.balance_columns
+    assert not planner.balance_rails
     assert (made.seed, made.optimizer.clip, made.optimizer.adamw.beta2) == (5, 0.5, 0.9)
     even = runtime_config(config_of(optimizer="adam", param_layout="even", owner_byte_cap="none"))
     assert not even.owner_layout

@@ -158,13 +158,13 @@ def test_another_optimizer_keeps_weights_and_what_it_reads_alike(
     assert documents(tmp_path, 5)["counters"]["iteration"] == 5
 
 
-def place(rank: int, rows: int, columns: int, tp: int) -> Mesh:
+def place(rank: int, replicas: int, shards: int, tp: int) -> Mesh:
     return Mesh(
-        world_size=rows * columns * tp,
+        world_size=replicas * shards * tp,
         rank=rank,
         local_rank=rank,
-        rows=rows,
-        columns=columns,
+        replicas=replicas,
+        shards=shards,
         tp=tp,
         device=torch.device("cpu"),
         backend="gloo",
@@ -174,8 +174,8 @@ def place(rank: int, rows: int, columns: int, tp: int) -> Mesh:
 def test_a_stored_plan_is_for_a_grid_of_its_shape(saved: Path) -> None:
     source = Source(directory=saved, iteration=4, documents=documents(saved, 4), weights_only=False)
     assert source.plan_for(place(0, 1, 1, 1)) is source.plan is not None
-    for rows, columns, tp in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
-        assert source.plan_for(place(0, rows, columns, tp)) is None
+    for replicas, shards, tp in ((2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        assert source.plan_for(place(0, replicas, shards, tp)) is None
 
 
 def test_a_plan_from_before_tensor_parallelism_is_reused(saved: Path) -> None:

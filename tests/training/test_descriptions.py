@@ -20,8 +20,8 @@ def described(world: int, **changes: object) -> str:
         world_size=world,
         rank=0,
         local_rank=0,
-        rows=layout.rows,
-        columns=layout.columns,
+        replicas=layout.replicas,
+        shards=layout.shards,
         tp=layout.tp,
         device=torch.device("cpu"),
         backend="gloo",
@@ -31,7 +31,7 @@ def described(world: int, **changes: object) -> str:
 
 def test_grids() -> None:
     assert described(8, sharding="hsdp", shard_size=2, tensor_model_parallel_size=2) == (
-        "line D | hsdp on 2 rows of 2 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
+        "line D | hsdp on 2 replicas of 2 ranks x 2 tensor-parallel | ZeRO-3 | layout owner,"
         " collectives ready, matrix update owner | publish async"
     )
     assert described(4, line="B", zero_stage=2) == (

@@ -20,8 +20,8 @@ ALONE = Mesh(
     world_size=1,
     rank=0,
     local_rank=0,
-    rows=1,
-    columns=1,
+    replicas=1,
+    shards=1,
     device=torch.device("cpu"),
     backend="gloo",
 )

@@ -22,8 +22,8 @@ CPU = Mesh(
     world_size=1,
     rank=0,
     local_rank=0,
-    rows=1,
-    columns=1,
+    replicas=1,
+    shards=1,
     device=torch.device("cpu"),
     backend="gloo",
 )

@@ -72,7 +72,7 @@ def sizes_of(text: str) -> tuple[int, ...]:
 
 
 def grid_of(text: str) -> tuple[int, int]:
-    """``2x4``: rows and columns. Raises ArgumentTypeError."""
+    """``2x4``: replicas and shards. Raises ArgumentTypeError."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no grid: write NODESxRANKS, as 2x4")
@@ -132,17 +132,17 @@ def job_of(options: argparse.Namespace) -> Job:
     """What to measure.  Raises ValueError naming the flag at fault."""
     if not 2 <= options.ranks <= MOST_RANKS:
         raise ValueError(f"--ranks {options.ranks}: choose 2 to {MOST_RANKS}")
-    rows, columns = options.grid or (1, options.ranks)
-    if rows * columns != options.ranks:
-        raise ValueError(f"--grid {rows}x{columns} does not hold --ranks {options.ranks}")
+    replicas, shards = options.grid or (1, options.ranks)
+    if replicas * shards != options.ranks:
+        raise ValueError(f"--grid {replicas}x{shards} does not hold --ranks {options.ranks}")
     if options.repeats < 0:
         raise ValueError(f"--repeats {options.repeats}: choose 1 or more, or leave it out")
     dtype = DTYPES[options.dtype]
     if options.sizes[0] < 256 * options.ranks:
         raise ValueError(f"--sizes: {options.sizes[0]} bytes: at least 256 for each rank")
     return Job(
-        rows=rows,
-        columns=columns,
+        replicas=replicas,
+        shards=shards,
         sizes=options.sizes,
         operations=options.operations,
         dtype=dtype,
@@ -153,18 +153,18 @@ def job_of(options: argparse.Namespace) -> Job:
 def compare(job: Job, dtype: str) -> tuple[dict[str, Any], list[str]]:
     """Run the ranks: the document, and what was wrong."""
     with tempfile.TemporaryDirectory(prefix="megamuon-bench-") as folder:
-        ranks = run_bench_ranks(work, job.rows * job.columns, job, folder=Path(folder))
+        ranks = run_bench_ranks(work, job.replicas * job.shards, job, folder=Path(folder))
     runs, wrong = merge(ranks)
     operations: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         entry = {key: value for key, value in run.items() if key != "operation"}
         operations.setdefault(run["operation"], []).append(entry)
     document = {
-        "ranks": job.rows * job.columns,
-        "grid": f"{job.rows}x{job.columns}",
+        "ranks": job.replicas * job.shards,
+        "grid": f"{job.replicas}x{job.shards}",
         "dtype": dtype,
         "operations": operations,
-        **figures(runs, job.rows, job.columns),
+        **figures(runs, job.replicas, job.shards),
     }
     return document, wrong
 

@@ -44,8 +44,8 @@ COPY = "copy"
 class Job:
     """What is measured; equal on all ranks."""
 
-    rows: int
-    columns: int
+    replicas: int
+    shards: int
     sizes: tuple[int, ...]  # bytes of the whole payload
     operations: tuple[str, ...]
     dtype: torch.dtype
@@ -57,15 +57,17 @@ def repeats_of(nbytes: int) -> int:
     return max(5, min(60, (240 << 20) // nbytes))
 
 
-def cut(numel: int, rows: int, columns: int) -> SegmentTable:
+def cut(numel: int, replicas: int, shards: int) -> SegmentTable:
     """One segment for each owner, lengths 1:2:3:1:...; owners are the first ranks of the nodes, or
     on one node all ranks.
     """
-    owners = [row * columns for row in range(rows)] if rows > 1 else list(range(columns))
+    owners = (
+        [replica * shards for replica in range(replicas)] if replicas > 1 else list(range(shards))
+    )
     weights = [RATIO[i % len(RATIO)] for i in range(len(owners))]
     bounds = [numel * sum(weights[:i]) // sum(weights) for i in range(len(owners) + 1)]
     return SegmentTable.build(
-        rows * columns,
+        replicas * shards,
         [
             TableSegment(rank=owner, offset=start, numel=stop - start)
             for owner, start, stop in zip(owners, bounds, bounds[1:], strict=False)
@@ -82,18 +84,18 @@ def aligned(nbytes: int) -> int:
 
 
 def place_operators(
-    rows: int, columns: int, settings: ReadySettings
+    replicas: int, shards: int, settings: ReadySettings
 ) -> tuple[dict[str, OperatorConfig], int]:
     """A gather and a reduction over all ranks of a grid, and the bytes of a control segment."""
     common = OperatorConfig(
         kind="all_gather",
-        nodes=rows,
-        columns=columns,
-        ranks=tuple(range(rows * columns)),
+        nodes=replicas,
+        columns=shards,
+        ranks=tuple(range(replicas * shards)),
         control_offset=aligned(library().engine_control_bytes()),
         slots=settings.slots,
         chunk_bytes=settings.chunk_bytes,
-        star_bytes=settings.star_bytes // columns,
+        star_bytes=settings.star_bytes // shards,
     )
     end = common.control_offset + aligned(library().operator_control_bytes(common))
     reduce = replace(common, kind="reduce_scatter", control_offset=end)
@@ -102,12 +104,12 @@ def place_operators(
 
 
 def gather_table(
-    operator: HostGather, table: SegmentTable, columns: int, itemsize: int, name: str
+    operator: HostGather, table: SegmentTable, shards: int, itemsize: int, name: str
 ) -> int:
     """The operator's number of ``table``, whose ranks are those of the grid."""
     return operator.all_gather_table(
-        nodes=[s.rank // columns for s in table.segments],
-        columns=[s.rank % columns for s in table.segments],
+        nodes=[s.rank // shards for s in table.segments],
+        columns=[s.rank % shards for s in table.segments],
         offsets=[s.offset * itemsize for s in table.segments],
         nbytes=[s.numel * itemsize for s in table.segments],
         name=name,
@@ -115,12 +117,12 @@ def gather_table(
 
 
 def reduce_table(
-    operator: HostReduce, table: SegmentTable, columns: int, dtype: torch.dtype, name: str
+    operator: HostReduce, table: SegmentTable, shards: int, dtype: torch.dtype, name: str
 ) -> int:
     """As ``gather_table``; sums are taken in FP32, each owner's segment at its window's start."""
     return operator.reduce_scatter_table(
-        nodes=[s.rank // columns for s in table.segments],
-        columns=[s.rank % columns for s in table.segments],
+        nodes=[s.rank // shards for s in table.segments],
+        columns=[s.rank % shards for s in table.segments],
         offsets=[s.offset for s in table.segments],
         numels=[s.numel for s in table.segments],
         windows=[0] * len(table.segments),
@@ -134,13 +136,13 @@ def reduce_table(
 class Operators:
     """Engine, operators and pool of this rank, over all ranks. Making it is collective.
 
-    A run gathers inside a row alone (``HostFabric``); here a gather crosses nodes as well, as in
-    the paper's measurements.
+    A run gathers inside a replica alone (``HostFabric``); here a gather crosses nodes as well, as
+    in the paper's measurements.
     """
 
-    def __init__(self, rows: int, columns: int, pool_bytes: int) -> None:
+    def __init__(self, replicas: int, shards: int, pool_bytes: int) -> None:
         group = dist.group.WORLD
-        configs, control_bytes = place_operators(rows, columns, ReadySettings())
+        configs, control_bytes = place_operators(replicas, shards, ReadySettings())
         self._control = SymmetricMemory(group, control_bytes, label="control")
         self.pool = SymmetricMemory(group, pool_bytes, label="pool")
         self.engine = HostEngine(
@@ -239,14 +241,14 @@ def payload(numel: int, rank: int, dtype: torch.dtype) -> Tensor:
 def gather(systems: Systems, numel: int) -> dict[str, Any]:
     """Time the gathers of ``numel`` elements; see ``measure``."""
     job, rank, world = systems.job, dist.get_rank(), dist.get_world_size()
-    table = cut(numel, job.rows, job.columns)
+    table = cut(numel, job.replicas, job.shards)
     whole = payload(numel, 0, job.dtype)
     pooled = systems.own.pool.tensor(0, numel, job.dtype)
     private = torch.empty_like(whole)
     share = numel // world
     mine = whole[rank * share : (rank + 1) * share].clone()
     operator = systems.own.operators["gather"]
-    number = gather_table(operator, table, job.columns, job.dtype.itemsize, f"{numel} elements")
+    number = gather_table(operator, table, job.shards, job.dtype.itemsize, f"{numel} elements")
 
     def ready() -> None:
         ticket = operator.all_gather(number, 0)
@@ -277,7 +279,7 @@ def gather(systems: Systems, numel: int) -> dict[str, Any]:
 def reduce(systems: Systems, numel: int) -> dict[str, Any]:
     """Time the sums of ``numel`` elements; see ``measure``."""
     job, rank, world = systems.job, dist.get_rank(), dist.get_world_size()
-    table = cut(numel, job.rows, job.columns)
+    table = cut(numel, job.replicas, job.shards)
     size = table.sizes[rank]
     pooled = systems.own.pool.tensor(0, numel, job.dtype)
     private = payload(numel, rank, job.dtype)
@@ -289,7 +291,7 @@ def reduce(systems: Systems, numel: int) -> dict[str, Any]:
     share = numel // world
     equal = torch.empty(share, dtype=job.dtype)
     operator = systems.own.operators["reduce"]
-    number = reduce_table(operator, table, job.columns, job.dtype, f"{numel} elements")
+    number = reduce_table(operator, table, job.shards, job.dtype, f"{numel} elements")
     window_base = _window_base(numel, job.dtype)
 
     def ready() -> None:
@@ -355,7 +357,7 @@ def _window_base(numel: int, dtype: torch.dtype) -> int:
 def pool_bytes(job: Job) -> int:
     """Slots and window of the largest payload."""
     numel = max(job.sizes) // job.dtype.itemsize
-    most = max(cut(numel, job.rows, job.columns).sizes)
+    most = max(cut(numel, job.replicas, job.shards).sizes)
     return aligned(_window_base(numel, job.dtype) + 4 * most)
 
 
@@ -381,7 +383,7 @@ def work(rank: int, world: int, job: Job) -> list[dict[str, Any]]:
     }
     systems = Systems(
         job=job,
-        own=Operators(job.rows, job.columns, pool_bytes(job)),
+        own=Operators(job.replicas, job.shards, pool_bytes(job)),
         library=tuple(
             kind(TransportSettings(**groups, wire_dtype=job.dtype))
             for kind in (PerOwnerTransport, GroupedTransport)

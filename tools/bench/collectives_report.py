@@ -47,14 +47,14 @@ def speedup(runs: Iterable[Run], system: str) -> float | None:
     return statistics.geometric_mean(ratios) if ratios else None
 
 
-def figures(runs: Sequence[Run], rows: int, columns: int) -> dict[str, Any]:
+def figures(runs: Sequence[Run], replicas: int, shards: int) -> dict[str, Any]:
     """The keys of the document that are computed from all runs."""
     small = [run for run in runs if run["bytes"] <= SMALL]
     large = [run for run in runs if run["bytes"] >= LARGE]
     operations = list(dict.fromkeys(run["operation"] for run in runs))
     copied = [run for run in large if f"{COPY}_ms" in run]
     fraction = speedup(copied, COPY)
-    ranks = rows * columns
+    ranks = replicas * shards
     found: dict[str, Any] = {}
     for other in SYSTEMS[1:]:
         found[f"speedup_small_vs_{other}"] = speedup(small, other)
@@ -70,9 +70,9 @@ def figures(runs: Sequence[Run], rows: int, columns: int) -> dict[str, Any]:
     }
     found["large_fraction_of_copy_bandwidth"] = fraction
     found["large_fraction_of_copy_bandwidth_with_ring_slots"] = (
-        fraction and fraction * (ranks + rows - 1) / ranks
+        fraction and fraction * (ranks + replicas - 1) / ranks
     )
-    found["copies_of_payload"] = {"plain": ranks, "results": ranks - 1, "ring_slots": rows - 1}
+    found["copies_of_payload"] = {"plain": ranks, "results": ranks - 1, "ring_slots": replicas - 1}
     return found
 
 

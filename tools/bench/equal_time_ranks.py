@@ -159,13 +159,13 @@ def runtime_of(
         length=plan.length,
         seed=1000 + seed,
     )
-    case = Case(line=plan.line, columns=plan.ranks, training=training)
+    case = Case(line=plan.line, shards=plan.ranks, training=training)
     mesh = Mesh(
         world_size=plan.ranks,
         rank=rank,
         local_rank=rank,
-        rows=1,
-        columns=plan.ranks,
+        replicas=1,
+        shards=plan.ranks,
         device=torch.device("cpu"),
         backend="gloo",
     )

@@ -1,7 +1,7 @@
 """What a line should send and hold: the closed forms and the plan, in bytes.
 
 Owns the arithmetic that counted bytes are compared with, for lines A, B, C, D and M on a grid of R
-rows (replicas) and K columns (shard ranks) with T tensor-parallel ranks behind each. Invariant:
+replicas and K shards with T tensor-parallel ranks behind each. Invariant:
 pure functions of a plan's parameters and places; nothing here looks at a runtime. Tested by
 ``tests/tools/test_lines.py``.
 
@@ -10,18 +10,18 @@ pure functions of a plan's parameters and places; nothing here looks at a runtim
 Sent per step of one micro-batch, summed over all ranks; P counts the elements of all parameters,
 each tensor-parallel rank's pieces of them:
 
-* gather, inside rows: R (K-1) times 2P at ZeRO-3, P at ZeRO-2 and ZeRO-1, in the compute dtype.
+* gather, inside replicas: R (K-1) times 2P at ZeRO-3, P at ZeRO-2 and ZeRO-1, in the compute dtype.
   Groups that stay from forward to backward (a token table that is tied to the head, the loose
   parameters outside of all layers) are gathered once per pass, so they count once at ZeRO-3 too.
-* reduce, inside rows: R (K-1) P, in the reduction dtype. With one row both make the 2(N-1)P and
-  3(N-1)P of DMuon-2.
-* reduce and publish, across rows: (R-1) P each, 2(R-1) P together. Gradients of owned parameters
-  travel to the owner in the reduction dtype, the new weights back in the compute dtype. Parameters
-  in even slices are all-reduced; the sums come back in the master dtype (line A: all-reduced in the
-  reduction dtype). A message of a publish has a header, which is not in the formula.
-  Line D publishes payloads alone.
-* matrix_gather, inside rows, line B: R (K-1) M, the momentum of the M elements of matrices, in the
-  master dtype.
+* reduce, inside replicas: R (K-1) P, in the reduction dtype. With one replica both make the 2(N-1)P
+  and 3(N-1)P of DMuon-2.
+* reduce and publish, across replicas: (R-1) P each, 2(R-1) P together. Gradients of owned
+  parameters travel to the owner in the reduction dtype, the new weights back in the compute dtype.
+  Parameters in even slices are all-reduced; the sums come back in the master dtype (line A:
+  all-reduced in the reduction dtype). A message of a publish has a header, which is not in the
+  formula. Line D publishes payloads alone.
+* matrix_gather, inside replicas, line B: R (K-1) M, the momentum of the M elements of matrices, in
+  the master dtype.
 
 Line D moves what line C moves, and holds what it holds; beyond that it keeps a symmetric pool,
 whose size is a plan of its own (``megamuon/runtime/pool.py``), and control memory.
@@ -63,21 +63,21 @@ class Shape:
     widths: Widths
 
 
-def padded_numel(piece: tuple[int, ...], columns: int) -> int:
+def padded_numel(piece: tuple[int, ...], shards: int) -> int:
     """Elements of a piece under FSDP2, which pads dim 0 to a multiple of the shard ranks."""
-    return -(-piece[0] // columns) * columns * math.prod(piece[1:])
+    return -(-piece[0] // shards) * shards * math.prod(piece[1:])
 
 
 def _sizes(plan: OwnershipPlan, padded: bool) -> Callable[[LogicalParameter], int]:
     """Elements of a parameter on all tensor-parallel ranks together, with FSDP2's padding or
     without.
     """
-    columns, tp = plan.topology.columns, plan.topology.tp
+    shards, tp = plan.topology.shards, plan.topology.tp
 
     def size(parameter: LogicalParameter) -> int:
         if not padded:
             return sum(parameter.piece_numel(rank) for rank in range(tp))
-        return sum(padded_numel(parameter.piece_shape(rank), columns) for rank in range(tp))
+        return sum(padded_numel(parameter.piece_shape(rank), shards) for rank in range(tp))
 
     return size
 
@@ -87,7 +87,7 @@ def traffic_formula(plan: OwnershipPlan, shape: Shape, *, padding: bool = True) 
 
     ``padding``: with what FSDP2 pads; without effect on other lines than A.
     """
-    rows, columns = plan.topology.rows, plan.topology.columns
+    replicas, shards = plan.topology.replicas, plan.topology.shards
     widths, size = shape.widths, _sizes(plan, padding and shape.line == "A")
     passes = 2 if shape.zero_stage == 3 else 1
     everything = sum(size(p) * (1 if group_of(p).kept else passes) for p in plan.parameters)
@@ -96,14 +96,14 @@ def traffic_formula(plan: OwnershipPlan, shape: Shape, *, padding: bool = True) 
     sliced = sum(size(p) for p in trained if p.layout is Layout.EVEN)
     back = widths.reduce if shape.line == "A" else widths.master
     forms = {
-        ("gather", INSIDE): rows * (columns - 1) * everything * widths.compute,
-        ("reduce", INSIDE): rows * (columns - 1) * (owned + sliced) * widths.reduce,
-        ("reduce", ACROSS): (rows - 1) * ((owned + sliced) * widths.reduce + sliced * back),
-        ("publish", ACROSS): (rows - 1) * owned * widths.compute,
+        ("gather", INSIDE): replicas * (shards - 1) * everything * widths.compute,
+        ("reduce", INSIDE): replicas * (shards - 1) * (owned + sliced) * widths.reduce,
+        ("reduce", ACROSS): (replicas - 1) * ((owned + sliced) * widths.reduce + sliced * back),
+        ("publish", ACROSS): (replicas - 1) * owned * widths.compute,
     }
     if shape.line == "B":
         matrices = sum(size(p) for p in trained if p.route is Route.MATRIX)
-        forms["matrix_gather", INSIDE] = rows * (columns - 1) * matrices * widths.master
+        forms["matrix_gather", INSIDE] = replicas * (shards - 1) * matrices * widths.master
     return {key: nbytes for key, nbytes in forms.items() if nbytes}
 
 
@@ -115,21 +115,21 @@ def _state_width(parameter: LogicalParameter, widths: Widths) -> int:
 def resident_formula(plan: OwnershipPlan, shape: Shape) -> dict[str, float]:
     """Mean resident bytes per rank by kind (DMuon-2, section 4.4), with the dtypes in use.
 
-    With O owned elements and E in even slices: masters O/(RK) + E/K, copies that rows gather from
-    O/K in the compute dtype if there are several rows, gradients and optimizer state O/(RK) + E/K.
-    ZeRO-1 adds whole weights. Pieces of all tensor-parallel ranks, over their number. Line D's pool
-    is not in it.
+    With O owned elements and E in even slices: masters O/(RK) + E/K, copies that replicas gather
+    from O/K in the compute dtype if there are several replicas, gradients and optimizer state
+    O/(RK) + E/K. ZeRO-1 adds whole weights. Pieces of all tensor-parallel ranks, over their number.
+    Line D's pool is not in it.
     """
     grid, widths = plan.topology, shape.widths
     size, bare = _sizes(plan, shape.line == "A"), _sizes(plan, False)
     found = dict.fromkeys(RESIDENT, 0.0)
     for parameter in plan.parameters:
         owner = parameter.layout is Layout.OWNER
-        share = 1 / (grid.tp * grid.columns * (grid.rows if owner else 1))
+        share = 1 / (grid.tp * grid.shards * (grid.replicas if owner else 1))
         numel = size(parameter)
         found["parameters"] += numel * share * widths.master
-        if owner and grid.rows > 1:
-            found["parameters"] += numel / (grid.tp * grid.columns) * widths.compute
+        if owner and grid.replicas > 1:
+            found["parameters"] += numel / (grid.tp * grid.shards) * widths.compute
         if shape.zero_stage == 1:
             found["parameters"] += numel / grid.tp * widths.compute
         found["gradients"] += numel * share * widths.master * parameter.trainable
@@ -142,22 +142,22 @@ def resident_plan(
 ) -> dict[str, int]:
     """Resident bytes by kind that the plan gives one rank: its own segments."""
     grid, widths = plan.topology, shape.widths
-    row, column = divmod(data_rank, grid.columns)
+    replica, shard = divmod(data_rank, grid.shards)
     found = dict.fromkeys(RESIDENT, 0)
     for parameter in plan.parameters:
         if shape.zero_stage == 1:
             found["parameters"] += parameter.piece_numel(tp_rank) * widths.compute
         if shape.line == "A":  # every rank holds a padded share
             piece = parameter.piece_shape(tp_rank)
-            share = padded_numel(piece, grid.columns) // grid.columns * widths.master
+            share = padded_numel(piece, grid.shards) // grid.shards * widths.master
             found["parameters"] += share
             found["gradients"] += share * parameter.trainable
         for segment in plan.segments(parameter.name, tp_rank):
             numel = segment.stop - segment.start
             owned = parameter.layout is Layout.OWNER
-            place = (grid.row_of(segment.rank), grid.column_of(segment.rank))
-            here = (row, column) == place if owned else column == segment.rank
-            if owned and grid.rows > 1 and column == place[1]:
+            place = (grid.replica_of(segment.rank), grid.shard_of(segment.rank))
+            here = (replica, shard) == place if owned else shard == segment.rank
+            if owned and grid.replicas > 1 and shard == place[1]:
                 found["parameters"] += numel * widths.compute
             if not here:
                 continue

@@ -4,8 +4,8 @@ Owns ``work``. Invariants: lines take turns step by step on the same tokens; tim
 steps of their own, in which nothing is counted; bytes are those of real calls and real storages.
 Tested by ``tests/tools/test_lines.py``.
 
-A line's turn is a barrier, then steps back to back. With several rows the first step of a turn is
-not recorded: the next one's forward pass is what the publish of weights overlaps, and another
+A line's turn is a barrier, then steps back to back. With several replicas the first step of a turn
+is not recorded: the next one's forward pass is what the publish of weights overlaps, and another
 line's step in between would hide the wait for it. Line D opens its symmetric pool after its second
 step, so all of that lies in the warm-up.
 """
@@ -45,7 +45,7 @@ PHASES = ("forward", "backward", "optimizer", "exposed_communication", "publish_
 WARM_UP = 3
 WORLD, TP = "world", "tp"
 CLASSES = (INSIDE, ACROSS, TP, WORLD)
-OPERATORS: dict[str, Key] = {  # of the host fabric; ``share`` sends finished sums to all rows
+OPERATORS: dict[str, Key] = {  # of the host fabric; ``share`` sends finished sums to all replicas
     "ready gather": ("gather", INSIDE),
     "ready reduce inside": ("reduce", INSIDE),
     "ready reduce across": ("reduce", ACROSS),
@@ -105,7 +105,7 @@ def time_lines(lines: dict[str, Line], schedule: Schedule) -> dict[str, dict[str
         for turn in range(WARM_UP + schedule.rounds):
             for name in order:
                 line = lines[name]
-                lead = int(line.mesh.rows > 1)
+                lead = int(line.mesh.replicas > 1)
                 dist.barrier()
                 taken = [
                     timed_step(line, turn * (lead + schedule.steps) + index, blocked)
@@ -193,13 +193,16 @@ def kind_of(line: Line, call: Call) -> Key:
     if optimizer and call.operation == "allreduce":
         return ("norm", WORLD)
     if call.operation == "allreduce" and call.ranks in mesh.axis_ranks("shard"):
-        return ("pass_end", WORLD)  # a few bytes of control, as the norm: not of the row's weights
+        return (
+            "pass_end",
+            WORLD,
+        )  # a few bytes of control, as the norm: not of the replica's weights
     if mesh.tp > 1 and call.ranks in mesh.axis_ranks("tp"):
         return ("tp_matrices" if optimizer else "tp_activations", TP)
     publication = line.publication
     if publication is not None and call.group == publication.publisher.group.group_name:
         return ("publish", ACROSS)
-    if mesh.rows > 1 and call.ranks in mesh.axis_ranks("replicate"):
+    if mesh.replicas > 1 and call.ranks in mesh.axis_ranks("replicate"):
         return ("reduce", ACROSS)
     if optimizer:
         return ("matrix_gather", INSIDE)

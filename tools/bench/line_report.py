@@ -197,7 +197,7 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
         keys = ("step", *PHASES)
         text.append(_row(line, [f"{found[f'{key}_ms']:.1f}" for key in keys]))
     text += ["", "MiB sent per step, all ranks"]
-    text.append(_row("line", ("in rows", "across", "tp", "norm KiB", "/formula", "padding")))
+    text.append(_row("line", ("in replicas", "across", "tp", "norm KiB", "/formula", "padding")))
     for line, found in lines.items():
         moved = [_mib(found["bytes"][name]) for name in CLASSES[:3]]
         moved.append(f"{found['bytes']['world'] / 1024:.1f}")

@@ -2,16 +2,16 @@
 
   A  torch's FSDP2 with AdamW
   B  even slices; momentum is gathered and every rank works on every matrix
-  C  this runtime on torch's collectives: every matrix has one owner, on HSDP one in all rows
+  C  this runtime on torch's collectives: every matrix has one owner, on HSDP one in all replicas
   D  the same owners; operators in shared memory gather, reduce and publish, in a symmetric pool
-  M  MatrixFSDP: owners on one row at ZeRO-3, segments sent from owner to rank
+  M  MatrixFSDP: owners on one replica at ZeRO-3, segments sent from owner to rank
 
 train the same preset from the same weights on the same tokens in one process group, in turns. A
 phase is the work of the slowest rank in it; time that a rank stands in a wait is exposed
-communication, or publish wait where it waits for another row's new weights. Bytes are counted from
-the collective calls of a step and compared with the closed forms (``formulas.py`` states them),
-resident bytes with the paper's section 4.4 and with each rank's plan. Line D's pool and control
-memory come on top of that section's forms; the pool is compared with its own plan.
+communication, or publish wait where it waits for another replica's new weights. Bytes are counted
+from the collective calls of a step and compared with the closed forms (``formulas.py`` states
+them), resident bytes with the paper's section 4.4 and with each rank's plan. Line D's pool and
+control memory come on top of that section's forms; the pool is compared with its own plan.
 
     python tools/bench/lines.py --model tiny --ranks 4 --json out.json
 
@@ -60,7 +60,7 @@ def add_case_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default="tiny", help="a preset")
     add("--ranks", type=int, default=4, help="Gloo ranks on this machine")
     add("--sharding", choices=("fsdp", "hsdp"), default="fsdp")
-    add("--shard-size", type=int, help="hsdp: shard ranks of a row (default: two rows)")
+    add("--shard-size", type=int, help="hsdp: shard ranks of a replica (default: two replicas)")
     add("--zero-stage", type=int, choices=(1, 2, 3), default=3)
     add("--tp", type=int, default=1, help="tensor-parallel ranks behind each shard rank")
     add("--optimizer", choices=("muon", "adam"), default="muon", help="of matrices; line A: adam")
@@ -99,7 +99,7 @@ def cases_of(
     if options.ranks < 2 or options.ranks % options.tp:
         raise ValueError(f"--ranks {options.ranks}: at least 2, and a multiple of --tp")
     places = options.ranks // options.tp
-    rows = _rows(options, places)
+    replicas = _replicas(options, places)
     training = Training(
         model=options.model,
         optimizer=options.optimizer,
@@ -111,8 +111,8 @@ def cases_of(
     for name in names:
         case = Case(
             line=name,
-            rows=rows,
-            columns=places // rows,
+            replicas=replicas,
+            shards=places // replicas,
             tp=options.tp,
             zero_stage=options.zero_stage,
             training=training,
@@ -126,15 +126,15 @@ def cases_of(
     return cases, reasons
 
 
-def _rows(options: argparse.Namespace, places: int) -> int:
+def _replicas(options: argparse.Namespace, places: int) -> int:
     if options.sharding == "fsdp":
         if options.shard_size is not None:
             raise ValueError("--shard-size is for --sharding hsdp")
         return 1
-    columns = options.shard_size or max(places // 2, 1)
-    if columns < 1 or places % columns:
-        raise ValueError(f"--shard-size {columns} does not divide {places} data-parallel ranks")
-    return places // columns
+    shards = options.shard_size or max(places // 2, 1)
+    if shards < 1 or places % shards:
+        raise ValueError(f"--shard-size {shards} does not divide {places} data-parallel ranks")
+    return places // shards
 
 
 def document_of(
@@ -151,7 +151,7 @@ def document_of(
     kept += ("sequence", "micro_batch", "rounds", "steps")
     return {
         **{name: getattr(options, name) for name in kept},
-        "grid": f"{cases[0].rows}x{cases[0].columns}",
+        "grid": f"{cases[0].replicas}x{cases[0].shards}",
         "parameters": ranks[0][cases[0].line]["elements"],
         "load": os.getloadavg()[0],
         "lines": lines,

@@ -102,8 +102,8 @@ def build(case: Case, rank: int) -> tuple[Any, Mesh]:
         world_size=case.ranks,
         rank=rank,
         local_rank=rank,
-        rows=case.rows,
-        columns=case.columns,
+        replicas=case.replicas,
+        shards=case.shards,
         device=torch.device("cpu"),
         backend="gloo",
     )
@@ -213,7 +213,7 @@ def document_of(runs: Sequence[Run], found: dict[str, Any]) -> dict[str, Any]:
         "steps": training.steps,
         "samples_per_step": training.batch,
         "sequence_length": training.length,
-        "grid": f"{case.sharding} {case.rows}x{case.columns}",
+        "grid": f"{case.sharding} {case.replicas}x{case.shards}",
         "zero_stage": case.zero_stage,
         "compared_with": first,
         "seeds": seeds,
@@ -283,14 +283,14 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
         raise ValueError(f"--lines {options.lines}: give two or more of {','.join(LINES)}")
     if "A" in lines and options.optimizer != "adam":
         raise ValueError("line A trains with AdamW: compare it under --optimizer adam")
-    columns = options.ranks
+    shards = options.ranks
     if options.sharding == "hsdp":
-        columns = options.shard_size or options.ranks // 2
+        shards = options.shard_size or options.ranks // 2
     elif options.shard_size not in (None, options.ranks):
         raise ValueError("--shard-size goes with --sharding hsdp")
-    if columns < 1 or options.ranks % columns or options.samples % options.ranks:
+    if shards < 1 or options.ranks % shards or options.samples % options.ranks:
         raise ValueError(
-            f"--ranks {options.ranks} must be a multiple of the shard size {columns}, and"
+            f"--ranks {options.ranks} must be a multiple of the shard size {shards}, and"
             f" --samples {options.samples} one of --ranks"
         )
     if options.steps < 5:
@@ -307,11 +307,11 @@ def runs_of(options: argparse.Namespace) -> list[Run]:
             length=options.length,
             seed=seed,
         )
-        rows = options.ranks // columns
+        replicas = options.ranks // shards
         case = Case(
             line=line,
-            rows=rows,
-            columns=columns,
+            replicas=replicas,
+            shards=shards,
             zero_stage=options.zero_stage,
             training=training,
         )
@@ -348,7 +348,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=("muon", "adam"), default="muon", help="of matrices")
     parser.add_argument("--ranks", type=int, default=4, help="Gloo ranks on this machine")
     parser.add_argument("--sharding", choices=("fsdp", "hsdp"), default="fsdp")
-    parser.add_argument("--shard-size", type=int, help="ranks of a row, with hsdp; default: half")
+    parser.add_argument(
+        "--shard-size", type=int, help="ranks of a replica, with hsdp; default: half"
+    )
     parser.add_argument("--zero-stage", type=int, choices=(2, 3), default=3)
     parser.add_argument("--samples", type=int, default=16, help="of a step, over all ranks")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sample")

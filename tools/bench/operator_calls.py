@@ -6,8 +6,8 @@ and from the calls that use them, never from a plan. Tested by ``tests/tools/tes
 
 As everywhere, the volume of a call is what its algorithm needs: of a gather each rank's part once
 for each rank that gets it; of a reduction what a rank contributes to owners of other columns, and
-the sums of its row that go along the column to owners in other rows; of a publish an owner's
-parameter once for each other row. What relays pass on is not counted twice.
+the sums of its replica that go along the rail to owners in others; of a publish an owner's
+parameter once for each other replica. What relays pass on is not counted twice.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--columns",
         type=int,
         default=None,
-        help="columns of an HSDP grid (default: FSDP, one flat column)",
+        help="shards of an HSDP grid (default: FSDP, one replica)",
     )
     parser.add_argument(
         "--policy", choices=POLICY_NAMES, default="lpt", help="policy (default: %(default)s)"
@@ -75,11 +75,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--json", metavar="FILE", help="write units, ranks and plan_seconds to this file"
     )
     options = parser.parse_args(arguments)
-    columns = options.columns or options.ranks
-    if options.ranks % columns:
-        parser.error(f"--columns {columns} does not divide --ranks {options.ranks}")
+    shards = options.columns or options.ranks
+    if options.ranks % shards:
+        parser.error(f"--columns {shards} does not divide --ranks {options.ranks}")
     parameters = synthetic_model(options.units, options.layers)
-    topology = Topology(rows=options.ranks // columns, columns=columns)
+    topology = Topology(replicas=options.ranks // shards, shards=shards)
     start = time.perf_counter()
     settings = PlannerSettings(policy=options.policy)
     plan = build_plan(parameters, topology, closed_form_cost(), settings)
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     report = summarize(plan)
     print(
         f"planned {figures['units']:,} units on {figures['ranks']:,} ranks"
-        f" ({topology.rows} rows x {topology.columns} columns) in {seconds:.2f} s;"
+        f" ({topology.replicas} replicas x {topology.shards} shards) in {seconds:.2f} s;"
         f" busiest over mean: time {report.busiest_over_mean_ns:.4f},"
         f" bytes {report.busiest_over_mean_bytes:.4f}"
     )

@@ -67,7 +67,7 @@ def _spread(pattern: str, count: int, units: Iterable[str], start: float) -> lis
 def rail_load(model: str, nodes: int) -> tuple[tuple[int, int], ...]:
     """Owner node and bytes (BF16) of each parameter of the rail, on ``nodes`` nodes."""
     parameters = rail_parameters(model)
-    plan = build_plan(parameters, Topology(rows=nodes, columns=1), closed_form_cost())
+    plan = build_plan(parameters, Topology(replicas=nodes, shards=1), closed_form_cost())
     return tuple((plan.owner_of(p.name), 2 * p.numel) for p in parameters)
 
 
@@ -84,13 +84,13 @@ def rail_facts(model: str) -> dict[str, float]:
 def planned_rail(model: str) -> dict[str, float]:
     """The same of the rail of rank 0 that our planner makes on 8 nodes of 8 with its own costs."""
     parameters = inventory(rail_entry(model)["inventory"], routers=Kind.MATRIX)
-    plan = build_plan(parameters, Topology(rows=8, columns=8), closed_form_cost())
-    column = [
+    plan = build_plan(parameters, Topology(replicas=8, shards=8), closed_form_cost())
+    rail = [
         unit
         for unit, owner in zip(plan.units, plan.owners, strict=True)
-        if plan.topology.column_of(owner) == 0
+        if plan.topology.shard_of(owner) == 0
     ]
     return {
-        "parameters": sum(len(unit.members) for unit in column),
-        "mib": round(sum(2 * unit.numel for unit in column) / MIB, 2),
+        "parameters": sum(len(unit.members) for unit in rail),
+        "mib": round(sum(2 * unit.numel for unit in rail) / MIB, 2),
     }

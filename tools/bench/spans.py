@@ -297,7 +297,7 @@ def _attach_ready_publisher(
 
     def expected(order: Any, _: int) -> None:
         for index in order:
-            if publisher.owner_rows[index] != publisher.row:
+            if publisher.owner_replicas[index] != publisher.replica:
                 spans.launch("publish", key("receive", index), name("receive", index))
 
     def waited(indices: Any, _: Any) -> None:

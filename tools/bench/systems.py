@@ -166,8 +166,8 @@ class Line:
             world_size=case.ranks,
             rank=rank,
             local_rank=rank,
-            rows=case.rows,
-            columns=case.columns,
+            replicas=case.replicas,
+            shards=case.shards,
             tp=case.tp,
             device=torch.device("cpu"),
             backend="gloo",
@@ -210,7 +210,7 @@ class Line:
 
     @property
     def publication(self) -> Publication | None:
-        """Where several rows publish weights."""
+        """Where several replicas publish weights."""
         return self.runtime.engine.publication if isinstance(self.runtime, Runtime) else None
 
     def settle(self) -> None:
