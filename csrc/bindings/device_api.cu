@@ -2,7 +2,9 @@
 //
 // Owns the passage from C to the classes, and texts of failures.  Compiled by `make
 // device-compile`.
-#include "device_operators.cuh"
+#include "../device/device_operators.cuh"
+#include "device_api.h"
+#include "entry.h"
 
 #include <mutex>
 
@@ -118,7 +120,8 @@ mmd_fabric* mmd_create(const void* id, int rank, int nodes, int columns, int dev
 }
 
 int mmd_query(mmd_fabric* handle, mmd_capability* out) {
-  *out = handle->fabric.capability();
+  const Capability& found = handle->fabric.capability();
+  *out = {found.lsa_ranks, found.direct, found.row, found.multimem, found.gin};
   return 0;
 }
 
@@ -159,15 +162,16 @@ void mmd_destroy(mmd_fabric* handle) {
 }
 
 uint64_t mmd_operator_control_bytes(int nodes, int columns, const mm_operator_config* config) {
-  const int pipelines = config->kind == MM_PUBLISH ? 1 : shape_of(nodes, config->groups).pipelines;
-  return control_stride(layout_of(nodes, columns, *config)) * u64(pipelines);
+  OperatorConfig given = config_of(*config);
+  given.nodes = nodes, given.columns = columns;
+  return device_control_bytes(given, given.groups);
 }
 
 int mmd_operator_create(mmd_fabric* handle, const mm_operator_config* config, const char* name) {
   return handle->attempt([&] {
     const int number = int(handle->operators.size());
     handle->operators.push_back(
-        std::make_unique<DeviceOperator>(handle->fabric, number, *config, name));
+        std::make_unique<DeviceOperator>(handle->fabric, number, config_of(*config), name));
     return number;
   });
 }
@@ -229,7 +233,7 @@ int mmd_publish_parameters(mmd_fabric* handle, int op, int parameters, const int
                            const char* const* names) {
   return handle->attempt([&] {
     DeviceOperator& found = handle->find(op, MM_PUBLISH);
-    const mm_operator_config& config = found.config();
+    const OperatorConfig& config = found.config();
     std::vector<PublishParameter> list;
     std::vector<std::string> texts;
     u64 tiles = 0;

@@ -1,7 +1,8 @@
 // The C interface over the engine and the operators.  See host_api.h.
 #include "host_api.h"
 
-#include "engine_handle.h"
+#include "../engine/engine_handle.h"
+#include "../pool/segment.h"
 #include "entry.h"
 
 using megamuon::Call;
@@ -16,36 +17,24 @@ using megamuon::HostPublish;
 using megamuon::HostReduceScatter;
 using megamuon::Inside;
 using megamuon::is_dtype;
+using megamuon::OperatorConfig;
 using megamuon::refuse;
 using megamuon::Segment;
 using megamuon::u64;
 
 namespace {
 
-constexpr int kMaxNodes = 4096;
-
-ControlLayout layout_of(const mm_operator_config& config) {
-  ControlLayout layout{};
-  layout.nodes = config.nodes;
-  layout.columns = config.columns;
-  layout.slots = config.slots;
-  layout.chunk_bytes = config.chunk_bytes;
-  layout.outboxes = config.kind == MM_REDUCE_SCATTER;
-  layout.star = config.star_bytes > 0;
-  layout.tiles = config.kind == MM_PUBLISH ? config.tiles : 0;
-  layout.parameters = config.kind == MM_PUBLISH ? config.parameters : 0;
-  return layout;
-}
+constexpr int kMostNodes = 4096;
 
 // What is wrong with a configuration; "" where nothing is.
-std::string problem_of(const mm_operator_config& config) {
-  if (config.kind < MM_ALL_GATHER || config.kind > MM_PUBLISH) return "kind is not an operator";
-  if (config.nodes < 1 || config.columns < 1 || config.nodes > kMaxNodes) {
+std::string problem_of(const OperatorConfig& config) {
+  if (config.kind < megamuon::kAllGather || config.kind > megamuon::kPublish) return "kind is not an operator";
+  if (config.nodes < 1 || config.columns < 1 || config.nodes > kMostNodes) {
     return "a grid of " + std::to_string(config.nodes) + " nodes x " +
            std::to_string(config.columns) + " columns";
   }
   if (config.control_offset % 256) return "control_offset is no multiple of 256";
-  if (config.kind == MM_PUBLISH) {
+  if (config.kind == megamuon::kPublish) {
     if (config.columns != 1) return "a publish runs along one column";
     if (config.parameters < 0 || config.tile_bytes == 0) return "tile_bytes is 0";
     return "";
@@ -116,6 +105,26 @@ extern "C" {
 
 int mm_code_version(void) { return MM_CODE_VERSION; }
 
+void* mm_segment_create(const char* name, uint64_t bytes, char* error, int error_size) {
+  std::string text;
+  void* address = megamuon::segment_create(name, bytes, text);
+  megamuon::copy_text(text, error, error_size);
+  return address;
+}
+
+void* mm_segment_map(const char* name, uint64_t bytes, char* error, int error_size) {
+  std::string text;
+  void* address = megamuon::segment_map(name, bytes, text);
+  megamuon::copy_text(text, error, error_size);
+  return address;
+}
+
+int mm_segment_unlink(const char* name) { return -megamuon::segment_unlink(name); }
+
+int mm_segment_unmap(void* address, uint64_t bytes) {
+  return -megamuon::segment_unmap(address, bytes);
+}
+
 uint64_t mm_engine_control_bytes(void) { return sizeof(ControlHeader); }
 
 mm_engine* mm_engine_create(int rank, int ranks, void* const* control, const int64_t* pids,
@@ -149,15 +158,16 @@ void mm_engine_set_link(mm_engine* handle, uint64_t latency_ns, double bytes_per
 }
 
 uint64_t mm_operator_control_bytes(const mm_operator_config* config) {
-  if (!problem_of(*config).empty()) return 0;
-  return (layout_of(*config).bytes() + 255) / 256 * 256;
+  const OperatorConfig given = megamuon::config_of(*config);
+  return problem_of(given).empty() ? control_stride(layout_of(given)) : 0;
 }
 
 int mm_operator_create(mm_engine* handle, const mm_operator_config* config, const char* name) {
   const Inside inside(handle);
   if (!inside) return -1;
   Engine& engine = *handle->engine;
-  const std::string problem = problem_of(*config);
+  const OperatorConfig kept = megamuon::config_of(*config);
+  const std::string problem = problem_of(kept);
   if (!problem.empty()) return refuse(handle, std::string(name) + ": " + problem);
   const int places = config->nodes * config->columns;
   std::vector<char*> control;
@@ -175,9 +185,7 @@ int mm_operator_create(mm_engine* handle, const mm_operator_config* config, cons
   if (own < 0) return refuse(handle, std::string(name) + ": this rank is not in the grid");
   const Geometry place{config->nodes, config->columns, own / config->columns,
                        own % config->columns};
-  mm_operator_config kept = *config;
-  kept.ranks = nullptr;
-  const ControlLayout layout = layout_of(*config);
+  const ControlLayout layout = layout_of(kept);
   std::unique_ptr<HostOperator> made;
   if (config->kind == MM_ALL_GATHER) {
     made = std::make_unique<HostAllGather>(name, kept, place, layout, control, headers);
@@ -214,9 +222,8 @@ int mm_all_gather_table(mm_engine* handle, int op, int segments, const int* node
     const std::string problem = segment_problem(list.back(), found->place(), j);
     if (!problem.empty()) return refuse(handle, std::string(name) + ": " + problem);
   }
-  const mm_operator_config& config = found->config();
-  auto table = megamuon::build_table(found->place(), list, config.chunk_bytes, 16,
-                                     config.star_bytes, name);
+  auto table = megamuon::operator_table(found->config(), found->place(), list, Dtype::f32,
+                                        Dtype::f32, Dtype::f32, name);
   return handle->engine->look([&] { return found->add_table(std::move(table)); });
 }
 
@@ -242,12 +249,8 @@ int mm_reduce_scatter_table(mm_engine* handle, int op, int segments, const int* 
     const std::string problem = segment_problem(list.back(), found->place(), j);
     if (!problem.empty()) return refuse(handle, std::string(name) + ": " + problem);
   }
-  const mm_operator_config& config = found->config();
-  // 16 elements are at least 16 bytes of any dtype, and a chunk fits a slot in the wire's.
-  const u64 widest = std::max(size_of(slot), size_of(wire));
-  auto table = megamuon::build_table(found->place(), list, config.chunk_bytes / widest, 16,
-                                     config.star_bytes / size_of(wire), name);
-  table.slot = slot, table.wire = wire, table.window = sum;
+  auto table =
+      megamuon::operator_table(found->config(), found->place(), list, slot, wire, sum, name);
   return handle->engine->look([&] { return found->add_table(std::move(table)); });
 }
 

@@ -3,6 +3,7 @@
 // Owns a case from its data to its verdict.  Invariant: every byte of a call's range is compared,
 // those between segments too.  Compiled by `make device-compile`; run by tools/gpu_checks.sh on a
 // GPU.
+#include "entry.h"
 #include "loopback_bench.cuh"
 
 namespace megamuon {

@@ -3,7 +3,7 @@
 // Owns the virtual places of a case.  Invariant: all blocks of a launch are resident together (a
 // cooperative launch), so a group may wait for another.  Used by loopback_api.cu alone.
 #pragma once
-#include "publish_launches.cuh"
+#include "../device/publish_launches.cuh"
 #include "loopback_case.h"
 
 #include "../fabric/loopback.cuh"

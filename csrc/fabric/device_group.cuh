@@ -29,8 +29,6 @@ constexpr int kThreads = 32 + MEGAMUON_HOST_WORKERS;
 constexpr int kThreads = 256;
 #endif
 constexpr int kWorkers = kThreads - 32;
-constexpr int kMaxNodes = 64;    // queues of an operator on a GPU
-constexpr int kMaxBlocks = 16;   // thread groups of a call at one place
 
 // --- the group -----------------------------------------------------------------------------------
 

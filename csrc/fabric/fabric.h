@@ -75,6 +75,8 @@ struct Address {
   u64 offset;  // control: from the operator's own control memory
 };
 
+constexpr int kMaxNodes = 64;    // queues of an operator on a GPU
+constexpr int kMaxBlocks = 16;   // thread groups of a call at one place
 constexpr int kStarNodes = 16;  // the star path is for at most so many nodes
 
 // One chunk of a row's gradients and where its sum goes.  In order: the columns k = 0 .. K-1 of

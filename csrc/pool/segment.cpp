@@ -7,12 +7,9 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <limits>
-
-#include "bindings/host_api.h"
 
 namespace megamuon {
 namespace {
@@ -129,39 +126,3 @@ int segment_unmap(void* address, std::uint64_t bytes) {
 }
 
 }  // namespace megamuon
-
-namespace {
-
-// The last argument's buffer of the interface: cut to fit, always terminated.
-void hand_over(const std::string& text, char* buffer, int size) {
-  if (buffer == nullptr || size <= 0) return;
-  const std::size_t length = std::min(text.size(), static_cast<std::size_t>(size) - 1);
-  std::memcpy(buffer, text.data(), length);
-  buffer[length] = '\0';
-}
-
-}  // namespace
-
-extern "C" {
-
-void* mm_segment_create(const char* name, uint64_t bytes, char* error, int error_size) {
-  std::string text;
-  void* address = megamuon::segment_create(name, bytes, text);
-  hand_over(text, error, error_size);
-  return address;
-}
-
-void* mm_segment_map(const char* name, uint64_t bytes, char* error, int error_size) {
-  std::string text;
-  void* address = megamuon::segment_map(name, bytes, text);
-  hand_over(text, error, error_size);
-  return address;
-}
-
-int mm_segment_unlink(const char* name) { return -megamuon::segment_unlink(name); }
-
-int mm_segment_unmap(void* address, uint64_t bytes) {
-  return -megamuon::segment_unmap(address, bytes);
-}
-
-}  // extern "C"

@@ -2,8 +2,7 @@
 //
 // Owns creation, mapping and removal of the memory that the ranks of one machine share.  Invariant:
 // a segment that was created has all its pages (a page that cannot be had is an error here and
-// never a SIGBUS later), and a creation that failed leaves no name behind.  The C functions of the
-// same names (mm_segment_*, host_api.h) are in segment.cpp.  Tested by
+// never a SIGBUS later), and a creation that failed leaves no name behind.  Tested by
 // tests/collectives/test_host_library.py and tests/distributed/test_symmetric.py.
 #pragma once
 #include <cstdint>

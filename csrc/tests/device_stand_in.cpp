@@ -76,13 +76,16 @@ int mmd_agree(mmd_fabric* handle, int* values, int count) {
 void mmd_destroy(mmd_fabric* handle) { delete handle; }
 
 uint64_t mmd_operator_control_bytes(int nodes, int columns, const mm_operator_config* config) {
-  return control_bytes_of(nodes, columns, *config, config->groups);
+  OperatorConfig given = config_of(*config);
+  given.nodes = nodes, given.columns = columns;
+  return device_control_bytes(given, given.groups);
 }
 
 int mmd_operator_create(mmd_fabric* handle, const mm_operator_config* config, const char* name) {
   return handle->attempt([&] {
-    check_operator(*handle, *config, name);
-    std::unique_ptr<HostOperator> made = make_operator(handle->fabric, *config, name);
+    const OperatorConfig given = config_of(*config);
+    check_operator(*handle, given, name);
+    std::unique_ptr<HostOperator> made = make_operator(handle->fabric, given, name);
     HostOperator* op = made.get();
     std::vector<int> ranks(handle->fabric.ranks());
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -101,8 +104,8 @@ int mmd_all_gather_table(mmd_fabric* handle, int op, int segments, const int* no
     for (int j = 0; j < segments; ++j) list.push_back({node[j], column[j], offset[j], bytes[j], 0});
     Entry& found = handle->find(op, MM_ALL_GATHER);
     Entry::Table table = check_segments(handle->fabric, found.name(), list, 1, 0, name);
-    GroupTable built = build_table(found.op->place(), list, found.config().chunk_bytes, 16,
-                                   found.config().star_bytes, name);
+    GroupTable built = operator_table(found.config(), found.op->place(), list, Dtype::f32,
+                                      Dtype::f32, Dtype::f32, name);
     return add_table<HostAllGather>(handle, found, std::move(built), std::move(table));
   });
 }
@@ -124,10 +127,8 @@ int mmd_reduce_scatter_table(mmd_fabric* handle, int op, int segments, const int
     Entry& found = handle->find(op, MM_REDUCE_SCATTER);
     Entry::Table table =
         check_segments(handle->fabric, found.name(), list, size_of(slot), size_of(sum), name);
-    const u64 widest = std::max(size_of(slot), size_of(wire));
-    GroupTable built = build_table(found.op->place(), list, found.config().chunk_bytes / widest, 16,
-                                   found.config().star_bytes / size_of(wire), name);
-    built.slot = slot, built.wire = wire, built.window = sum;
+    GroupTable built =
+        operator_table(found.config(), found.op->place(), list, slot, wire, sum, name);
     return add_table<HostReduceScatter>(handle, found, std::move(built), std::move(table));
   });
 }
@@ -161,7 +162,7 @@ int mmd_publish_parameters(mmd_fabric* handle, int op, int parameters, const int
                            const char* const* names) {
   return handle->attempt([&] {
     Entry& found = handle->find(op, MM_PUBLISH);
-    const mm_operator_config& config = found.config();
+    const OperatorConfig& config = found.config();
     std::vector<PublishParameter> list;
     std::vector<std::string> texts;
     u64 tiles = 0;

@@ -6,7 +6,7 @@
 // is removed by any other that destroys the same fabric.  See device_stand_in.cpp.
 #pragma once
 #include "bindings/device_api.h"
-#include "bindings/engine.h"
+#include "engine/engine.h"
 #include "pool/segment.h"
 
 #include <cstdio>

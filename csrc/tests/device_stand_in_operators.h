@@ -11,8 +11,6 @@
 namespace megamuon {
 namespace stand_in {
 
-constexpr int kMaxBlocks = 16;  // as on the GPU
-constexpr int kMaxNodes = 64;
 constexpr double kForever = 1e8;  // seconds
 
 // An operator, and what its calls are checked against.
@@ -26,33 +24,10 @@ struct Entry {
   std::atomic<int64_t> calls{0};
   u64 version = 0;
   std::vector<int> handed;  // own parameters, since the last round began
-  const mm_operator_config& config() const { return op->config(); }
+  const OperatorConfig& config() const { return op->config(); }
   const std::string& name() const { return op->name(); }
   HostPublish& publish() const { return static_cast<HostPublish&>(*op); }
 };
-
-// Pipelines of an operator with so many blocks, as on the GPU: control memory is counted by them.
-inline u64 pipelines_of(int nodes, int blocks) {
-  const int groups = std::max(1, std::min({nodes, blocks, kMaxBlocks}));
-  return u64(std::max(1, std::min(blocks, kMaxBlocks) / groups));
-}
-
-inline ControlLayout layout_of(int nodes, int columns, const mm_operator_config& c) {
-  const bool publishes = c.kind == MM_PUBLISH;
-  return {nodes,
-          columns,
-          c.slots,
-          c.chunk_bytes,
-          c.kind == MM_REDUCE_SCATTER,
-          c.star_bytes > 0,
-          publishes ? c.tiles : 0,
-          publishes ? c.parameters : 0};
-}
-
-inline u64 control_bytes_of(int nodes, int columns, const mm_operator_config& c, int blocks) {
-  const u64 pipelines = c.kind == MM_PUBLISH ? 1 : pipelines_of(nodes, blocks);
-  return (layout_of(nodes, columns, c).bytes() + 255) / 256 * 256 * pipelines;
-}
 
 }  // namespace stand_in
 }  // namespace megamuon
@@ -112,7 +87,7 @@ struct mmd_fabric {
 
   // A publish with its parameters, of which there must be `which`.
   megamuon::stand_in::Entry& find_publish(int op, int count, const int* which) {
-    megamuon::stand_in::Entry& found = find(op, MM_PUBLISH);
+    megamuon::stand_in::Entry& found = find(op, megamuon::kPublish);
     if (!found.publish().ready()) {
       throw std::runtime_error(found.name() + ": its parameters are not set");
     }
@@ -133,41 +108,20 @@ struct mmd_fabric {
 namespace megamuon {
 namespace stand_in {
 
-inline void check_operator(const mmd_fabric& handle, const mm_operator_config& c,
+inline void check_operator(const mmd_fabric& handle, const OperatorConfig& c,
                            const std::string& name) {
-  const auto refuse = [&](const std::string& text) {
-    throw std::runtime_error("operator " + name + ": " + text);
-  };
   const Fabric& fabric = handle.fabric;
   const Options& options = fabric.options();
-  if (!fabric.opened()) refuse("open the windows first");
-  if (c.kind < MM_ALL_GATHER || c.kind > MM_PUBLISH) refuse("kind is not an operator");
-  if (int(handle.operators.size()) >= options.operators) {
-    refuse("the fabric was made for " + std::to_string(options.operators) + " operators");
-  }
-  if (c.nodes != options.nodes || c.columns != options.columns) {
-    refuse("nodes and columns must be the fabric's");
-  }
-  if (c.nodes > kMaxNodes) refuse("more than " + std::to_string(kMaxNodes) + " nodes");
-  if (c.control_offset % 256 != 0) refuse("control_offset must be a multiple of 256");
-  if (c.chunk_bytes == 0 || c.chunk_bytes % 256 != 0 || c.chunk_bytes > (1 << 20)) {
-    refuse("chunk_bytes must be a multiple of 256, at most 1 MiB");
-  }
-  if (c.slots < 1 || c.slots > 64) refuse("slots must be 1 .. 64");
-  if (c.kind == MM_PUBLISH && (c.parameters < 1 || c.tile_bytes == 0)) {
-    refuse("a publish needs parameters and tile_bytes");
-  }
+  if (!fabric.opened()) throw std::runtime_error("operator " + name + ": open the windows first");
+  check_device_config(c, {options.nodes, options.columns, 0, 0}, int(handle.operators.size()),
+                      options.operators, name);
   const int blocks = std::min(c.groups, options.blocks);
-  const u64 end = c.control_offset + control_bytes_of(c.nodes, c.columns, c, blocks);
-  if (end > fabric.control_bytes()) {
-    throw std::runtime_error(name + ": control words end at " + std::to_string(end) +
-                             ", and the control window has " +
-                             std::to_string(fabric.control_bytes()) + " bytes");
-  }
+  check_control_end(c.control_offset + device_control_bytes(c, blocks), fabric.control_bytes(),
+                    name);
 }
 
 inline std::unique_ptr<HostOperator> make_operator(Fabric& fabric,
-                                            const mm_operator_config& config, const char* name) {
+                                            const OperatorConfig& config, const char* name) {
   std::vector<char*> control;
   std::vector<ControlHeader*> headers;
   for (int rank = 0; rank < fabric.ranks(); ++rank) {
@@ -176,15 +130,14 @@ inline std::unique_ptr<HostOperator> make_operator(Fabric& fabric,
   }
   const int rank = fabric.options().rank;
   const Geometry place{config.nodes, config.columns, rank / config.columns, rank % config.columns};
-  const ControlLayout layout = layout_of(config.nodes, config.columns, config);
-  mm_operator_config kept = config;
-  kept.ranks = nullptr;
+  const ControlLayout layout = layout_of(config);
+  OperatorConfig kept = config;
   kept.control_offset = Fabric::kOperators + config.control_offset;
   kept.groups = std::max(1, std::min({config.groups, fabric.options().blocks, kMaxBlocks}));
   std::unique_ptr<HostOperator> made;
-  if (config.kind == MM_ALL_GATHER) {
+  if (config.kind == kAllGather) {
     made = std::make_unique<HostAllGather>(name, kept, place, layout, control, headers);
-  } else if (config.kind == MM_REDUCE_SCATTER) {
+  } else if (config.kind == kReduceScatter) {
     made = std::make_unique<HostReduceScatter>(name, kept, place, layout, control, headers);
   } else {
     made = std::make_unique<HostPublish>(name, kept, place, layout, control, headers);
@@ -197,23 +150,13 @@ inline std::unique_ptr<HostOperator> make_operator(Fabric& fabric,
 inline Entry::Table check_segments(const Fabric& fabric, const std::string& op,
                             const std::vector<Segment>& segments, u64 unit, u64 window,
                             const std::string& name) {
+  const Geometry place{fabric.options().nodes, fabric.options().columns, 0, 0};
+  check_device_segments(segments, place, unit, window, fabric.capability().multimem,
+                        op + ", " + name);
   Entry::Table table{name, 0, 0};
-  for (std::size_t j = 0; j < segments.size(); ++j) {
-    const Segment& s = segments[j];
-    const std::string which = op + ", " + name + ": segment " + std::to_string(j);
-    if (s.node < 0 || s.node >= fabric.options().nodes || s.column < 0 ||
-        s.column >= fabric.options().columns) {
-      throw std::runtime_error(which + ": owner (" + std::to_string(s.node) + ", " +
-                               std::to_string(s.column) + ") is not in the grid");
-    }
+  for (const Segment& s : segments) {
     table.end = std::max(table.end, (s.offset + s.length) * unit);
     if (window > 0) table.window_end = std::max(table.window_end, (s.window + s.length) * window);
-    if (!fabric.capability().multimem) continue;
-    if (s.offset * unit % 16 != 0 || s.length * unit % 16 != 0 || s.window * window % 16 != 0) {
-      throw std::runtime_error(which + ": offset " + std::to_string(s.offset * unit) + " and " +
-                               std::to_string(s.length * unit) +
-                               " bytes must be multiples of 16 for multimem");
-    }
   }
   return table;
 }
@@ -258,11 +201,11 @@ int submit(mmd_fabric* handle, Entry& entry, const Call& call) {
 
 // 1, 0, or -1 where there is no such call.
 inline int call_state(const Entry& entry, int64_t call) {
-  if (entry.config().kind == MM_ALL_GATHER) {
+  if (entry.config().kind == kAllGather) {
     const auto& op = static_cast<const HostAllGather&>(*entry.op);
     return op.knows(call) ? int(op.done(call)) : -1;
   }
-  if (entry.config().kind == MM_REDUCE_SCATTER) {
+  if (entry.config().kind == kReduceScatter) {
     const auto& op = static_cast<const HostReduceScatter&>(*entry.op);
     return op.knows(call) ? int(op.done(call)) : -1;
   }

@@ -72,27 +72,27 @@ def test_every_window_whose_words_are_raised_is_registered_for_signals() -> None
 # What must not hold, in which file, in place of what.
 MUTANTS = {
     "the control window has no order": (
-        "bindings/device_fabric.cuh",
+        "device/device_fabric.cuh",
         "control_, kSignalWindow,",
         "control_, kDataWindow,",
     ),
     "zeros on the legacy stream": (
-        "bindings/cuda_support.h",
+        "device/cuda_support.h",
         "cudaMemsetAsync(data, 0, bytes, stream_)",
         "cudaMemsetAsync(data, 0, bytes, nullptr)",
     ),
     "a round begins before its tasks": (
-        "bindings/device_operators.cuh",
+        "device/device_operators.cuh",
         "    require_handed_over(order, count);\n",
         "",
     ),
     "memory is freed under a kernel": (
-        "bindings/device_fabric.cuh",
+        "device/device_fabric.cuh",
         "if (!ended_) return false;",
         "",
     ),
     "the device is synchronised before the abort": (
-        "bindings/device_fabric.cuh",
+        "device/device_fabric.cuh",
         "      alarm_.request_abort();\n",
         "      alarm_.request_abort();\n      cudaDeviceSynchronize();\n",
     ),

@@ -259,15 +259,6 @@ def test_the_names_are_the_header_s_and_the_extras(library: Path) -> None:
     assert DeviceLibrary(library).call.mmd_compiled_nccl() == 22907
 
 
-def test_the_limits_are_the_gpu_s() -> None:
-    def limits(path: str) -> dict[str, str]:
-        text = (CSRC / path).read_text(encoding="utf-8")
-        return dict(re.findall(r"constexpr int (kMaxBlocks|kMaxNodes) = (\d+);", text))
-
-    assert limits("tests/device_stand_in_operators.h") == limits("fabric/device_group.cuh")
-    assert len(limits("fabric/device_group.cuh")) == 2
-
-
 # --- four ranks ----------------------------------------------------------------------------------
 
 

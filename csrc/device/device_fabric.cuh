@@ -19,7 +19,6 @@
 // stays where it is until the process ends.
 #pragma once
 #include "cuda_support.h"
-#include "device_api.h"
 #include "device_sites.cuh"
 
 #include <algorithm>
@@ -72,6 +71,12 @@ inline bool gpu_has_multicast(int device) {
   return query(&value, kMulticastSupported, device) == 0 && value != 0;
 }
 
+// What a communicator offers, the least over its ranks; see mmd_capability of
+// bindings/device_api.h.
+struct Capability {
+  int lsa_ranks, direct, row, multimem, gin;
+};
+
 class DeviceFabric {
  public:
   struct Options {
@@ -94,7 +99,7 @@ class DeviceFabric {
   ~DeviceFabric() { close(); }
 
   const Options& options() const { return options_; }
-  const mmd_capability& capability() const { return capability_; }
+  const Capability& capability() const { return capability_; }
   bool uses_multimem() const { return multimem_; }
   bool uses_gin() const { return capability_.direct == 0; }
   const ncclDevComm& device_comm() const { return device_comm_; }
@@ -311,7 +316,7 @@ class DeviceFabric {
   ncclDevComm device_comm_{};
   bool has_device_comm_ = false, multimem_ = false;
   int contexts_per_operator_ = 0;
-  mmd_capability capability_{};
+  Capability capability_{};
   void *control_ = nullptr, *own_pool_ = nullptr;
   void* pool_ = nullptr;  // own_pool_, or another fabric's
   ncclWindow_t control_window_ = nullptr, pool_window_ = nullptr;

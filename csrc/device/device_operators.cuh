@@ -11,54 +11,27 @@
 #include "publish_launches.cuh"
 
 #include "../fabric/arithmetic.h"
+#include "../operators/config.h"
 
 #include <algorithm>
 #include <memory>
 
 namespace megamuon {
 
-// Pipelines and groups of an operator; see [Note: pipelines] in kernels.cuh.
-struct Shape {
-  int pipelines, groups;
-};
-
-inline Shape shape_of(int nodes, int blocks) {
-  const int groups = std::max(1, std::min({nodes, blocks, kMaxBlocks}));
-  return {std::max(1, std::min(blocks, kMaxBlocks) / groups), groups};
-}
-
-inline ControlLayout layout_of(int nodes, int columns, const mm_operator_config& c) {
-  return {nodes,
-          columns,
-          c.slots,
-          c.chunk_bytes,
-          c.kind == MM_REDUCE_SCATTER,
-          c.star_bytes > 0,
-          c.tiles,
-          c.parameters};
-}
-
-inline u64 control_stride(const ControlLayout& layout) {
-  return (layout.bytes() + 255) / 256 * 256;
-}
-
 class DeviceOperator {
  public:
-  DeviceOperator(DeviceFabric& fabric, int number, const mm_operator_config& config,
+  DeviceOperator(DeviceFabric& fabric, int number, const OperatorConfig& config,
                  std::string name)
       : name_(std::move(name)), fabric_(fabric), number_(number), config_(config) {
-    check();
+    if (!fabric.opened()) throw std::runtime_error("operator " + name_ + ": open the windows first");
+    check_device_config(config, fabric.place(), number, fabric.options().operators, name_);
     const Geometry place = fabric.place();
-    const bool publishes = config.kind == MM_PUBLISH;
+    const bool publishes = config.kind == kPublish;
     const int blocks = std::min(config.groups, fabric.contexts_per_operator());
     shape_ = publishes ? Shape{1, 1} : shape_of(place.nodes, blocks);
-    layout_ = layout_of(place.nodes, place.columns, config);
+    layout_ = layout_of(config);
     const u64 end = config.control_offset + control_stride(layout_) * u64(shape_.pipelines);
-    if (end > fabric.control_bytes()) {
-      throw std::runtime_error(name_ + ": control words end at " + std::to_string(end) +
-                               ", and the control window has " +
-                               std::to_string(fabric.control_bytes()) + " bytes");
-    }
+    check_control_end(end, fabric.control_bytes(), name_);
     // Of the puts to the next node, at most 96 are under way (proxies drop some beyond 128).
     lanes_ = std::max(1, std::min(config.slots, 96 / (shape_.pipelines * place.nodes)));
     lanes_ = std::min(lanes_, DeviceFabric::kCounters / (2 * place.nodes * shape_.pipelines));
@@ -69,7 +42,7 @@ class DeviceOperator {
 
   const std::string& name() const { return name_; }
   int kind() const { return config_.kind; }
-  const mm_operator_config& config() const { return config_; }
+  const OperatorConfig& config() const { return config_; }
   const std::string& table_name(int table) const {
     static const std::string none = "no table";
     return table >= 0 && table < int(names_.size()) ? names_[table] : none;
@@ -77,14 +50,12 @@ class DeviceOperator {
 
   int add_table(const std::vector<Segment>& segments, Dtype slot, Dtype wire, Dtype window,
                 std::string name) {
-    const bool gathers = config_.kind == MM_ALL_GATHER;
+    const bool gathers = config_.kind == kAllGather;
     const u64 unit = gathers ? 1 : size_of(slot);
-    check_segments(segments, unit, gathers ? 0 : size_of(window), name);
-    const u64 widest = gathers ? 1 : std::max(size_of(slot), size_of(wire));
+    check_device_segments(segments, fabric_.place(), unit, gathers ? 0 : size_of(window),
+                          fabric_.uses_multimem(), name_ + ", " + name);
     GroupTable whole =
-        build_table(fabric_.place(), segments, config_.chunk_bytes / widest, 16,
-                    config_.star_bytes / (gathers ? 1 : size_of(wire)), name);
-    whole.slot = slot, whole.wire = wire, whole.window = window;
+        operator_table(config_, fabric_.place(), segments, slot, wire, window, name);
     tables_.push_back({whole.star, nullptr});
     names_.push_back(std::move(name));
     waiting_.push_back(std::move(whole));
@@ -237,50 +208,6 @@ class DeviceOperator {
     void* memory = nullptr;
   };
 
-  void check() const {
-    const auto refuse = [&](const std::string& text) {
-      throw std::runtime_error("operator " + name_ + ": " + text);
-    };
-    const Geometry place = fabric_.place();
-    if (!fabric_.opened()) refuse("open the windows first");
-    if (number_ >= fabric_.options().operators) {
-      refuse("the fabric was made for " + std::to_string(fabric_.options().operators) +
-             " operators");
-    }
-    if (config_.nodes != place.nodes || config_.columns != place.columns) {
-      refuse("nodes and columns must be the fabric's");
-    }
-    if (place.nodes > kMaxNodes) refuse("more than " + std::to_string(kMaxNodes) + " nodes");
-    if (config_.control_offset % 256 != 0) refuse("control_offset must be a multiple of 256");
-    if (config_.chunk_bytes == 0 || config_.chunk_bytes % 256 != 0 ||
-        config_.chunk_bytes > (1 << 20)) {
-      refuse("chunk_bytes must be a multiple of 256, at most 1 MiB");
-    }
-    if (config_.slots < 1 || config_.slots > 64) refuse("slots must be 1 .. 64");
-    if (config_.kind == MM_PUBLISH && (config_.parameters < 1 || config_.tile_bytes == 0)) {
-      refuse("a publish needs parameters and tile_bytes");
-    }
-  }
-
-  void check_segments(const std::vector<Segment>& segments, u64 unit, u64 window,
-                      const std::string& table) const {
-    const Geometry place = fabric_.place();
-    for (std::size_t j = 0; j < segments.size(); ++j) {
-      const Segment& s = segments[j];
-      const std::string which = name_ + ", " + table + ": segment " + std::to_string(j);
-      if (s.node < 0 || s.node >= place.nodes || s.column < 0 || s.column >= place.columns) {
-        throw std::runtime_error(which + ": owner (" + std::to_string(s.node) + ", " +
-                                 std::to_string(s.column) + ") is not in the grid");
-      }
-      if (!fabric_.uses_multimem()) continue;
-      if (s.offset * unit % 16 != 0 || s.length * unit % 16 != 0 || s.window * window % 16 != 0) {
-        throw std::runtime_error(which + ": offset " + std::to_string(s.offset * unit) + " and " +
-                                 std::to_string(s.length * unit) +
-                                 " bytes must be multiples of 16 for multimem");
-      }
-    }
-  }
-
   void require_parameters(int count, const int* which) const {
     for (int i = 0; i < count; ++i) {
       if (which[i] < 0 || u64(which[i]) >= parameters_.size()) {
@@ -342,8 +269,8 @@ class DeviceOperator {
  public:
   template <class Site>
   static const void* kernel(int kind) {
-    if (kind == MM_ALL_GATHER) return reinterpret_cast<const void*>(&all_gather_kernel<Site>);
-    if (kind == MM_REDUCE_SCATTER) {
+    if (kind == kAllGather) return reinterpret_cast<const void*>(&all_gather_kernel<Site>);
+    if (kind == kReduceScatter) {
       return reinterpret_cast<const void*>(&reduce_scatter_kernel<Site>);
     }
     return reinterpret_cast<const void*>(&publish_kernel<Site>);
@@ -353,7 +280,7 @@ class DeviceOperator {
   const std::string name_;
   DeviceFabric& fabric_;
   const int number_;
-  const mm_operator_config config_;
+  const OperatorConfig config_;
   Shape shape_{1, 1};
   ControlLayout layout_{};
   int lanes_ = 1;

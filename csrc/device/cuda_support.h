@@ -7,7 +7,6 @@
 // libraries that use it, and by csrc/tests/device_life.cpp.
 #pragma once
 #include "../fabric/device_group.cuh"
-#include "entry.h"
 
 #include <cuda_runtime.h>
 

@@ -6,10 +6,10 @@
 #pragma once
 #include "../fabric/host.h"
 #include "../operators/all_gather.h"
+#include "../operators/config.h"
 #include "../operators/group.h"
 #include "../operators/publish.h"
 #include "../operators/reduce_scatter.h"
-#include "host_api.h"
 
 #include <algorithm>
 #include <deque>
@@ -28,7 +28,7 @@ struct Call {
 
 class HostOperator {
  public:
-  HostOperator(std::string name, const mm_operator_config& config, const Geometry& place,
+  HostOperator(std::string name, const OperatorConfig& config, const Geometry& place,
                const ControlLayout& layout, std::vector<char*> control,
                std::vector<ControlHeader*> headers)
       : name_(std::move(name)),
@@ -47,7 +47,7 @@ class HostOperator {
   virtual std::vector<u64> cursors() = 0;
 
   HostFabric& fabric() { return fabric_; }
-  const mm_operator_config& config() const { return config_; }
+  const OperatorConfig& config() const { return config_; }
   const Geometry& place() const { return place_; }
   const std::string& name() const { return name_; }
   // Which ranks the places are, for texts; `all`: the headers by rank of the engine.
@@ -70,7 +70,7 @@ class HostOperator {
   }
 
   const std::string name_;
-  const mm_operator_config config_;
+  const OperatorConfig config_;
   const Geometry place_;
   const ControlLayout layout_;
   const std::vector<ControlHeader*> headers_;  // of the places
