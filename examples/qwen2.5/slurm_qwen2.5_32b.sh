@@ -1,92 +1,31 @@
 #!/usr/bin/env bash
-# Qwen2.5-32B from random weights with Muon on matrix owners.
-# HSDP and tensor parallelism, 8 nodes of 8 GPUs under Slurm.
+# Qwen2.5-32B from random weights with Muon on matrix owners: HSDP and tensor parallelism, 8 nodes
+# of 8 GPUs under Slurm.
 #
 #   bash slurm_qwen2.5_32b.sh CHECKPOINTS TENSORBOARD TOKENIZER DATA [more flags]
 #
-# Runs on the login node and submits a chain of jobs, each of which continues the one before; see
-# examples/slurm_chain.sh.
-#
-# Variables: NODES (8), JOB_NAME, LOGS (a folder), and those of examples/slurm_chain.sh:
-#            GPUS_PER_NODE, JOBS, WALL_MINUTES, PARTITION, ACCOUNT, CONTAINER, MASTER_PORT.
+# examples/launch.sh says what these are, which variables there are, and which flags all scripts share.
 set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
-if (($# < 4)); then
-  echo "usage: $0 CHECKPOINTS TENSORBOARD TOKENIZER DATA [more flags]" >&2
-  exit 2
-fi
-CHECKPOINT_PATH=$1
-TENSORBOARD_PATH=$2
-TOKENIZER_PATH=$3
-DATA_PATH=$4
-shift 4
-
-NODES="${NODES:-8}"
-JOB_NAME="${JOB_NAME:-qwen2.5-32b}"
-LOGS="${LOGS:-$CHECKPOINT_PATH/logs}"
-source "$ROOT/examples/slurm_chain.sh"
-
-MODEL_ARGS=(
-  --model qwen2.5-32b
-  --seq-length 4096
-)
+MODEL_ARGS=(--model qwen2.5-32b --seq-length 4096)
 
 TRAINING_ARGS=(
   --micro-batch-size 1
   --global-batch-size 512
   --train-iters 100000
-  --optimizer muon
-  --muon-momentum 0.95
-  --adam-beta1 0.9
-  --adam-beta2 0.95
   --lr 3e-4
   --min-lr 3e-5
-  --lr-decay-style cosine
-  --lr-warmup-fraction 0.01
-  --weight-decay 0.1
-  --clip-grad 1.0
-  --bf16
-  --exit-duration-in-mins "$EXIT_MINUTES"
 )
 
 # A layer is computed by two GPUs together, so a replica is the four pairs of a node. Every matrix
 # has one owner in all 8 nodes.
-MODEL_PARALLEL_ARGS=(
+PARALLEL_ARGS=(
   --sharding hsdp
   --tensor-model-parallel-size 2
   --sequence-parallel
-  --line D
   --zero-stage 3
-  --recompute-granularity full
-  --recompute-method uniform
-  --recompute-num-layers 1
+  --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
 )
 
-DATA_ARGS=(
-  --data-path "$DATA_PATH"
-  --tokenizer-type HuggingFaceTokenizer
-  --tokenizer-model "$TOKENIZER_PATH"
-  --split 990,8,2
-)
-
-EVAL_AND_LOGGING_ARGS=(
-  --log-interval 10
-  --log-throughput
-  --log-progress
-  --eval-interval 1000
-  --eval-iters 20
-  --save "$CHECKPOINT_PATH"
-  --load "$CHECKPOINT_PATH"
-  --save-interval 500
-  --tensorboard-dir "$TENSORBOARD_PATH"
-  --distributed-timeout-minutes 30
-)
-
-submit_chain "$ROOT/pretrain_gpt.py" \
-  "${MODEL_ARGS[@]}" \
-  "${TRAINING_ARGS[@]}" \
-  "${MODEL_PARALLEL_ARGS[@]}" \
-  "${DATA_ARGS[@]}" \
-  "${EVAL_AND_LOGGING_ARGS[@]}" \
-  "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"
+submit qwen2.5-32b 8
