@@ -146,8 +146,8 @@ def test_the_example_saves_what_it_trained(runs: dict[str, tuple[str, Path]]) ->
 def test_the_routes_of_the_example(runs: dict[str, tuple[str, Path]]) -> None:
     assert "1 x chosen by the route function (e.g. lm_head.weight" in runs["untied-1"][0]
     assert "chosen by the route function" not in runs["tied-1"][0]
-    assert re.search(r"muon +21 parameters", runs["tied-2"][0])  # q k v o gate up down, 3 layers
-    assert re.search(r"muon +14 parameters", runs["untied-2"][0])
+    assert re.search(r"matrix +21 parameters", runs["tied-2"][0])  # q k v o gate up down, 3 layers
+    assert re.search(r"matrix +14 parameters", runs["untied-2"][0])
 
 
 def load_example() -> ModuleType:
