@@ -28,8 +28,8 @@ from megamuon.arguments.megatron_table import (  # noqa: E402
     table,
     table_by_dest,
 )
-from megamuon.arguments.schema import FlagSpec  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
+from megamuon.flags import FlagSpec  # noqa: E402
 
 PAGE = _ROOT / "docs" / "flags.md"
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.mesh import Mesh
+from megamuon.optim import SgdConfig
 from megamuon.runtime import RuntimeConfig, shard
 from megamuon.runtime.config import OptimizerSettings
 from tools.fuzz_trials import Action, Block, Call, Model, Trial, build, inputs
@@ -199,7 +200,7 @@ def _shard(trial: Trial, rank: int, model: Model, further: dict[str, Any]) -> An
         "reduce_dtype": F64,
         "master_dtype": F64,
         "unit_threshold": 50,  # so small that every block has several owners
-        "optimizer": OptimizerSettings(matrices="sgd", sgd_momentum=MOMENTUM, clip=0.0),
+        "optimizer": OptimizerSettings(matrices="sgd", rest=SgdConfig(momentum=MOMENTUM), clip=0.0),
         **further,
     }
     if trial.line == "A":

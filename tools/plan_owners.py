@@ -1,9 +1,9 @@
 """Plan owners for a model and a cluster that need not be here, and print how balanced the plan is.
 
 Owns the command line around ``megamuon.ownership``: routing report, rails, busiest rank, optimizer
-state, fan-out per block, bytes per rank, moves of the update, and a sweep over nodes.  Invariant:
-it computes nothing itself, so its figures are those that a run of the same settings would have.
-Tested by ``tests/tools/test_plan_owners.py``.
+state, fan-out per block, bytes per rank, and a sweep over nodes.  Invariant: it computes nothing
+itself, so its figures are those that a run of the same settings would have. Tested by
+``tests/tools/test_plan_owners.py``.
 
 Example: ``python tools/plan_owners.py --model qwen2.5-1.5b --sharding hsdp --nodes 8
 --gpus-per-node 8``
@@ -25,8 +25,9 @@ import torch  # noqa: E402
 
 from megamuon.arguments import ModelFlags, RecomputeFlags  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
-from megamuon.matrices import Layout, LogicalParameter, collect, routing_report  # noqa: E402
+from megamuon.matrices import LogicalParameter, Route, collect, routing_report  # noqa: E402
 from megamuon.models import GPT, PRESETS, gpt_config_from_flags  # noqa: E402
+from megamuon.optim import RECIPES  # noqa: E402
 from megamuon.ownership import (  # noqa: E402
     POLICY_NAMES,
     UNIT_THRESHOLD,
@@ -37,7 +38,6 @@ from megamuon.ownership import (  # noqa: E402
     Topology,
     block_fanouts,
     build_plan,
-    closed_form_cost,
     estimate,
     file_cost,
     muon_shapes,
@@ -47,11 +47,9 @@ from megamuon.ownership import (  # noqa: E402
 from megamuon.ownership.describe import (  # noqa: E402
     describe_estimate,
     describe_fanouts,
-    describe_moves,
     describe_plan,
     describe_publish,
     describe_sweep,
-    move_figures,
     plan_figures,
 )
 from megamuon.ownership.inventory import (  # noqa: E402
@@ -63,8 +61,8 @@ from megamuon.ownership.inventory import (  # noqa: E402
     routers_as_matrices,
     unknown_model,
 )
-from megamuon.ownership.update_plan import update_moves  # noqa: E402
-from megamuon.sharding import plan_sharding  # noqa: E402
+from megamuon.runtime.config import OptimizerSettings  # noqa: E402
+from megamuon.runtime.measure import planned_cost  # noqa: E402
 
 
 def _byte_cap(text: str) -> float | None:
@@ -106,11 +104,6 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help="plan for these numbers of nodes as well and print state and time of each",
     )
-    output.add_argument(
-        "--moves",
-        action="store_true",
-        help="print what a step sends so that whole matrices are updated, and back",
-    )
     output.add_argument("--json", metavar="FILE", help="write the figures")
     output.add_argument("--plan", metavar="FILE", help="write the ownership plan itself")
     return parser
@@ -139,13 +132,6 @@ def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
     )
     cluster.add_argument(
         "--tp", type=int, default=1, help="tensor-parallel ranks of each replica (%(default)s)"
-    )
-    cluster.add_argument(
-        "--param-layout",
-        choices=("owner", "even"),
-        default="owner",
-        help="even: slices on all ranks of a replica, which all gather the matrices that they"
-        " update (%(default)s)",
     )
 
 
@@ -201,10 +187,16 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
         help="cost_aware: most MiB of the largest owner window (default: no limit)",
     )
     rule.add_argument(
+        "--optimizer",
+        choices=tuple(RECIPES),
+        default="muon",
+        help="of matrices: cost of an update and bytes of state, by its defaults (%(default)s)",
+    )
+    rule.add_argument(
         "--ns-cost",
         choices=("closed-form", "file"),
         default="closed-form",
-        help="Newton-Schulz times (%(default)s)",
+        help="times of updates (%(default)s)",
     )
     rule.add_argument(
         "--ns-cost-file",
@@ -218,22 +210,20 @@ def model_names() -> tuple[str, ...]:
     return (*PRESETS, *(name for name in inventory_names() if name not in PRESETS))
 
 
-def parameters_for(name: str, tp: int = 1) -> tuple[LogicalParameter, ...]:
-    """Parameters of a model by name, as ``tp`` tensor-parallel ranks would hold them: of the
-    modules themselves where there is a preset, cut by a run's own plan; of a table of shapes else,
-    cut by names.
+def parameters_for(name: str) -> tuple[LogicalParameter, ...]:
+    """Parameters of a model by name: of the modules themselves where there is a preset.
 
-    Raises UnknownModelError with the nearest name, and ShardingError where a run would.
+    Raises UnknownModelError with the nearest name.
     """
     if name in PRESETS:
-        return preset_parameters(name, tp)
+        return preset_parameters(name)
     if name not in inventory_names():
         raise unknown_model(name, model_names())
-    return cut_by_name(inventory(name), tp)
+    return inventory(name)
 
 
 @cache
-def preset_parameters(name: str, tp: int) -> tuple[LogicalParameter, ...]:
+def preset_parameters(name: str) -> tuple[LogicalParameter, ...]:
     """Parameters that a run of the preset would have, from a model without storage."""
     preset = PRESETS[name]
     known = {field.name for field in fields(ModelFlags)}
@@ -243,8 +233,7 @@ def preset_parameters(name: str, tp: int) -> tuple[LogicalParameter, ...]:
     config = gpt_config_from_flags(flags, padded_vocab_size=rows, recompute=RecomputeFlags())
     with torch.device("meta"):
         model = GPT(config)
-    placements = plan_sharding(model, tp=tp).placements
-    return collect(model, layers=GPT.layer_classes, placements=placements)
+    return collect(model, layers=GPT.layer_classes)
 
 
 def threshold_for(options: argparse.Namespace) -> int:
@@ -262,10 +251,15 @@ def parameters_of_file(path: str) -> tuple[LogicalParameter, ...]:
         raise ShapeTableError(f"{path}: {error}") from error
 
 
+def optimizer_of(options: argparse.Namespace) -> OptimizerSettings:
+    """The optimizer of ``--optimizer``."""
+    return OptimizerSettings(matrices=options.optimizer)
+
+
 def cost_for(options: argparse.Namespace, parameters: tuple[LogicalParameter, ...]) -> CostFunction:
     """The cost source of ``--ns-cost``; a file must know every shape of the model."""
     if options.ns_cost == "closed-form":
-        return closed_form_cost(options.ns_cost_file)
+        return planned_cost(optimizer_of(options), options.ns_cost_file)
     if not options.ns_cost_file:
         raise ValueError("--ns-cost file needs --ns-cost-file FILE")
     return file_cost(options.ns_cost_file, muon_shapes(parameters))
@@ -316,25 +310,33 @@ def settings_for(options: argparse.Namespace) -> PlannerSettings:
 def chosen_parameters(options: argparse.Namespace) -> tuple[LogicalParameter, ...]:
     """What is to be planned, as the tensor-parallel ranks would hold it."""
     if options.shapes:
-        parameters = cut_by_name(parameters_of_file(options.shapes), options.tp)
+        parameters = parameters_of_file(options.shapes)
     else:
-        parameters = parameters_for(options.model, options.tp)
+        parameters = parameters_for(options.model)
     if options.routers == "muon":
         parameters = routers_as_matrices(parameters)
-    if options.param_layout == "even":
-        parameters = tuple(replace(p, layout=Layout.EVEN) if p.shape else p for p in parameters)
-    return parameters
+    if not optimizer_of(options).whole_matrices:
+        parameters = tuple(
+            replace(p, route=Route.ADAMW_OWNER, reason=f"--optimizer {options.optimizer}")
+            if p.route is Route.MATRIX
+            else p
+            for p in parameters
+        )
+    return cut_by_name(parameters, options.tp)
 
 
 def plan_for(
     options: argparse.Namespace, parameters: tuple[LogicalParameter, ...], topology: Topology
 ) -> OwnershipPlan:
     """The plan of the flags on a grid."""
+    settings = settings_for(options)
+    if settings.policy == "lpt" and not muon_shapes(parameters):
+        settings = replace(settings, policy="numel")  # as a run does: no time tells ranks apart
     return build_plan(
         parameters,
         topology,
         cost_for(options, parameters),
-        settings_for(options),
+        settings,
         threshold=threshold_for(options),
         merge_experts=options.merge_experts,
     )
@@ -343,7 +345,8 @@ def plan_for(
 def report_for(options: argparse.Namespace, plan: OwnershipPlan) -> PlanReport:
     """Figures by rail: shards of the grid under HSDP, places in a node under FSDP."""
     hsdp = options.sharding == "hsdp"
-    return summarize(plan, rails=None if hsdp else options.gpus_per_node // options.tp)
+    rails = None if hsdp else options.gpus_per_node // options.tp
+    return summarize(plan, rails=rails, state=optimizer_of(options).state_bytes())
 
 
 def sweep(
@@ -369,13 +372,17 @@ def sweep(
 
 def run(options: argparse.Namespace) -> None:
     """Plan, print and write.  Raises ValueError or OSError on input that cannot be planned."""
-    topology, parameters = topology_for(options), chosen_parameters(options)
+    parameters, topology = chosen_parameters(options), topology_for(options)
     start = time.perf_counter()
     plan = plan_for(options, parameters, topology)
     seconds = time.perf_counter() - start
     report, fanouts = report_for(options, plan), block_fanouts(plan)
-    resources = estimate(plan, zero_stage=options.zero_stage, micro_batches=options.micro_batches)
-    moves = update_moves(plan, torch.float32) if options.moves else ()
+    resources = estimate(
+        plan,
+        zero_stage=options.zero_stage,
+        micro_batches=options.micro_batches,
+        state=optimizer_of(options).state_bytes(),
+    )
     points = sweep(options, parameters)
     print(routing_report(parameters))
     texts = [
@@ -383,7 +390,6 @@ def run(options: argparse.Namespace) -> None:
         describe_publish(report),
         describe_fanouts(fanouts),
         describe_estimate(resources, options.zero_stage, options.micro_batches),
-        describe_moves(moves) if options.moves else "",
         describe_sweep(points) if points else "",
     ]
     print("\n".join(text for text in texts if text))
@@ -399,8 +405,6 @@ def run(options: argparse.Namespace) -> None:
             f"tensor parallelism: {len(plan.tp_owners)} matrices cut, slowest rank"
             f" {times.max():.3f} ms, over mean {figures['tp']['slowest_over_mean_ns']:.4f}"
         )
-    if options.moves:
-        figures["moves"] = move_figures(moves)
     if points:
         figures["sweep"] = points
     print(f"digest {plan.digest}")

@@ -218,7 +218,7 @@ def runtime_config(case: Case) -> RuntimeConfig:
         optimizer=OptimizerSettings(
             matrices=case.reference.optimizer,
             clip=training.clip,
-            adamw=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8),
+            rest=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8),
         ),
     )
 

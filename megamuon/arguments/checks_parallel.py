@@ -10,9 +10,7 @@ from __future__ import annotations
 from megamuon.arguments.config import Config
 from megamuon.arguments.derive import data_parallel_size
 from megamuon.arguments.facts import Facts
-
-# Optimizers that need whole matrices; the others work element by element.
-MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
+from megamuon.optim.registry import RECIPES
 
 
 def check_grid(config: Config, facts: Facts) -> list[str]:
@@ -86,15 +84,16 @@ def check_line(config: Config, facts: Facts) -> list[str]:
     owners, chosen = config.ownership, config.optimizer.optimizer
     if "optimizer" in facts.unusable:
         return []
+    whole = RECIPES[chosen].whole
     layout, moves, update = owners.param_layout, owners.collectives, owners.matrix_update
-    if owners.line == "A" and chosen in MATRIX_OPTIMIZERS:
+    if owners.line == "A" and whole:
         return [
             f"--line A and --optimizer {chosen}: line A is torch's fully_shard with AdamW; use"
             " --optimizer adam or sgd, or --line B, C, D or M"
         ]
     problems = []
     if moves == "fsdp2":
-        if (layout, update) != ("even", "none") or chosen in MATRIX_OPTIMIZERS:
+        if (layout, update) != ("even", "none") or whole:
             problems.append(
                 "--collectives fsdp2: goes with --param-layout even, --matrix-update none and"
                 " --optimizer adam or sgd (--line A), not with"
@@ -116,7 +115,7 @@ def check_line(config: Config, facts: Facts) -> list[str]:
             "--param-layout owner and --matrix-update gather: an owner has its matrices whole; use"
             " --matrix-update owner, or --param-layout even"
         )
-    if chosen not in MATRIX_OPTIMIZERS:
+    if not whole:
         return problems
     if update == "none":
         problems.append(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from megamuon.arguments.config_data import DataFlags, ValidationFlags
@@ -28,8 +28,9 @@ from megamuon.arguments.config_training import (
     PrecisionFlags,
     ScheduleFlags,
     TrainingFlags,
+    optimizer_flags,
 )
-from megamuon.arguments.schema import FlagSpec, flag_specs
+from megamuon.flags import FlagSpec, flag_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Config:
     tokenizer: TokenizerFlags = field(default_factory=TokenizerFlags)
     data: DataFlags = field(default_factory=DataFlags)
     training: TrainingFlags = field(default_factory=TrainingFlags)
-    optimizer: OptimizerFlags = field(default_factory=OptimizerFlags)
+    optimizer: OptimizerFlags = field(default_factory=lambda: optimizer_flags()())
     schedule: ScheduleFlags = field(default_factory=ScheduleFlags)
     precision: PrecisionFlags = field(default_factory=PrecisionFlags)
     parallel: ParallelFlags = field(default_factory=ParallelFlags)
@@ -54,10 +55,10 @@ class Config:
     fault: FaultFlags = field(default_factory=FaultFlags)
 
 
-COMPONENTS: Mapping[str, type] = {
-    item.name: item.default_factory  # type: ignore[misc]
-    for item in dataclasses.fields(Config)
-}
+def components() -> dict[str, type]:
+    """The class of each component, by its field in Config."""
+    classes = {item.name: item.default_factory for item in dataclasses.fields(Config)}
+    return {**classes, "optimizer": optimizer_flags()}  # type: ignore[dict-item]
 
 
 class ConfigError(ValueError):
@@ -70,13 +71,17 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-@lru_cache(maxsize=1)
 def specs_by_dest() -> Mapping[str, FlagSpec]:
     """Every flag of every component by its dest.  Raises TypeError if two components share a
     dest.
     """
+    return _specs(tuple(components().items()))
+
+
+@cache
+def _specs(classes: tuple[tuple[str, type], ...]) -> Mapping[str, FlagSpec]:
     found: dict[str, FlagSpec] = {}
-    for component, config_class in COMPONENTS.items():
+    for component, config_class in classes:
         for spec in flag_specs(component, config_class):
             if spec.dest in found:
                 raise TypeError(
@@ -95,10 +100,11 @@ def config_from_values(values: Mapping[str, Any]) -> Config:
     unknown = sorted(set(values) - set(specs))
     if unknown:
         raise ConfigError([f"{name}: no component has such a field" for name in unknown])
-    nested: dict[str, dict[str, Any]] = {component: {} for component in COMPONENTS}
+    nested: dict[str, dict[str, Any]] = {component: {} for component in components()}
     for dest, value in values.items():
         nested[specs[dest].component][dest] = tuple(value) if isinstance(value, list) else value
-    return Config(**{name: COMPONENTS[name](**fields) for name, fields in nested.items()})
+    classes = components()
+    return Config(**{name: classes[name](**fields) for name, fields in nested.items()})
 
 
 def values_from_config(config: Config) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megamuon.arguments.schema import flag
+from megamuon.flags import flag
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megamuon.arguments.schema import flag
+from megamuon.flags import flag
 
 
 def _number_or_none(word: str) -> float | None:

@@ -7,10 +7,12 @@ in ``config_model``; Muon's defaults follow the paper's recipe and the flag tabl
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from functools import cache
 from typing import Literal
 
-from megamuon.arguments.schema import flag
+from megamuon.flags import flag
+from megamuon.optim.registry import RECIPES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,12 +50,13 @@ class TrainingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerFlags:
-    """A matrix optimizer with AdamW for the rest, or AdamW or SGD for everything."""
+    """Which optimizer, and what holds for all of them; each brings flags of its own (``optim``)."""
 
-    optimizer: Literal["muon", "adam", "sgd", "normuon", "shampoo", "soap"] = flag(
+    optimizer: str = flag(
         "muon",
         "optimizer of the matrices, with AdamW for the rest; adam (adamw is the same) and sgd are "
         "for everything",
+        choices=lambda: RECIPES,
     )
     weight_decay: float = flag(0.01, "decoupled decay; not on biases and 1-D parameters", low=0.0)
     start_weight_decay: float | None = flag(
@@ -65,101 +68,18 @@ class OptimizerFlags:
     )
     apply_wd_to_qk_layernorm: bool = flag(False, "decay the gains of query and key norms too")
     clip_grad: float = flag(1.0, "limit of the global gradient norm; 0 = none", low=0.0)
-    adam_beta1: float = flag(0.9, "decay of AdamW's first moment", low=0.0, below=1.0)
-    adam_beta2: float = flag(0.999, "decay of AdamW's second moment", low=0.0, below=1.0)
-    adam_eps: float = flag(1e-8, "added to AdamW's denominator", above=0.0)
-    sgd_momentum: float = flag(0.9, "momentum of SGD", low=0.0, below=1.0)
-    normuon_beta2: float = flag(
-        0.95,
-        "decay of NorMuon's second moment of each row; the muon flags hold too",
-        low=0.0,
-        below=1.0,
-    )
-    normuon_eps: float = flag(1e-10, "added to NorMuon's denominator", above=0.0, below=1.0)
-    shampoo_beta1: float = flag(0.9, "decay of Shampoo's momentum", low=0.0, below=1.0)
-    shampoo_beta2: float = flag(1.0, "decay of Shampoo's factors; 1 sums them", above=0.0, high=1.0)
-    shampoo_eps: float = flag(1e-12, "added to the factors' eigenvalues", above=0.0)
-    shampoo_precondition_frequency: int = flag(
-        1, "steps from one inversion of the factors to the next", low=1
-    )
-    shampoo_max_preconditioner_dim: int = flag(
-        1024, "dims above this are split into blocks with factors of their own", low=1
-    )
-    shampoo_grafting: Literal["none", "sgd", "adagrad", "rmsprop", "adam"] = flag(
-        "none", "rule whose step sizes Shampoo takes; none = its own"
-    )
-    soap_variant: Literal["nikhilvyas", "fb"] = flag(
-        "nikhilvyas", "SOAP as its authors wrote it, or as facebookresearch/optimizers does"
-    )
-    soap_beta1: float = flag(0.95, "decay of SOAP's first moment", low=0.0, below=1.0)
-    soap_beta2: float = flag(0.95, "decay of SOAP's second moment", low=0.0, below=1.0)
-    soap_shampoo_beta: float | None = flag(
-        None, "decay of SOAP's factors; --soap-beta2 when not given", low=0.0, below=1.0
-    )
-    soap_eps: float = flag(1e-8, "added to SOAP's denominator", above=0.0)
-    soap_precondition_frequency: int = flag(
-        10, "steps from one refresh of SOAP's bases to the next", low=1
-    )
-    soap_max_precond_dim: int = flag(
-        10000, "dims above this keep the identity as their basis", low=1
-    )
-    muon_preset: Literal["megamuon", "torch"] = flag(
-        "megamuon", "megamuon: the flags below; torch: bit for bit what torch.optim.Muon does"
-    )
-    muon_momentum: float = flag(0.95, "Muon's momentum", low=0.0, below=1.0)
-    muon_momentum_form: Literal["sgd", "ema"] = flag(
-        "sgd", "sgd: buffer = momentum*buffer + gradient; ema: a weighted mean of the two"
-    )
-    muon_nesterov: bool = flag(
-        True,
-        "Nesterov momentum in Muon, on by default; --no-muon-nesterov turns it off",
-        names=("--muon-nesterov",),
-        off_names=("--no-muon-nesterov",),
-    )
-    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
-        "spectral",
-        "scale of the orthogonal update: sqrt(max(rows, cols)), sqrt(rows/cols) or sqrt(max(1, "
-        "rows/cols))",
-    )
-    muon_extra_scale_factor: float = flag(0.2, "further factor of the update", above=0.0)
-    muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations", low=1)
-    muon_coefficient_type: Literal[
-        "polar_express",
-        "quintic",
-        "jordan",
-        "polar_express_101",
-        "polar_express_102",
-        "megatron_polar_express",
-        "cans",
-        "deepseek_v4",
-        "cubic5",
-    ] = flag(
-        "polar_express",
-        "coefficients of the Newton-Schulz polynomials: polar_express, the paper's with safety "
-        "1.05 (gram-newton-schulz, DMuon); polar_express_101, the paper's own choices; "
-        "polar_express_102, dion's; megatron_polar_express, what Megatron calls polar_express; "
-        "quintic, Megatron's default; jordan, torch.optim.Muon's; cans, deepseek_v4 and cubic5, as "
-        "in Megatron",
-    )
-    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = flag(
-        "highest", "given to torch.set_float32_matmul_precision"
-    )
-    ns_form: Literal["auto", "standard", "gram"] = flag(
-        "auto",
-        "iterate on the matrix, on its Gram matrix, or on whichever costs less for the shape",
-    )
-    ns_dtype: Literal["auto", "fp32", "fp16", "bf16"] = flag(
-        "auto",
-        "dtype of the iteration; auto = fp16 on GPUs; on CPUs bf16 where a measurement at the "
-        "start finds it faster on all ranks, else fp32; a resumed run keeps what it had (fp64 "
-        "with --fp64)",
-    )
-    ns_restarts: tuple[int, ...] | None = flag(
-        None,
-        "iterations before which the Gram form restarts; computed from the coefficients when not "
-        "given",
-        low=1,
-    )
+
+
+def optimizer_flags() -> type[OptimizerFlags]:
+    """``OptimizerFlags`` with the fields of every optimizer that is registered now."""
+    return _with_fields(tuple(recipe.flags for recipe in RECIPES.values()))
+
+
+@cache
+def _with_fields(classes: tuple[type, ...]) -> type[OptimizerFlags]:
+    # Fields of the last base come first: the common ones, then the recipes' in their order.
+    bases = (*reversed(list(dict.fromkeys(classes))), OptimizerFlags)
+    return make_dataclass("AllOptimizerFlags", [], bases=bases, frozen=True, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

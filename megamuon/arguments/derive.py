@@ -12,6 +12,7 @@ from typing import Any
 
 from megamuon.arguments.config import specs_by_dest
 from megamuon.arguments.facts import Facts
+from megamuon.optim.registry import RECIPES, flags_of, flags_of_all
 
 DEFAULT_SPLIT = "969, 30, 1"
 
@@ -98,19 +99,7 @@ def derive(values: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Any], lis
     return filled, notes
 
 
-# Dests that begin so belong to these optimizers; costs of Newton-Schulz stand for any of the first
-# four where owners are chosen.
-_MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
-OPTIMIZER_FLAGS = {
-    "muon_": ("muon", "normuon"),
-    "ns_form": ("muon", "normuon"),
-    "ns_dtype": ("muon", "normuon"),
-    "ns_restarts": ("muon", "normuon"),
-    "ns_cost": _MATRIX_OPTIMIZERS,
-    "normuon_": ("normuon",),
-    "shampoo_": ("shampoo",),
-    "soap_": ("soap",),
-}
+_COST_FLAGS = ("ns_cost", "ns_cost_file", "ns_cost_cache")  # of updates of whole matrices
 _READY_FLAGS = ("fabric", "ring_slots", "chunk_kib", "publish_tile_kib", "collective_deadline")
 _OWNER_FLAGS = (
     "owner_unit_threshold",
@@ -124,13 +113,10 @@ _OWNER_FLAGS = (
 def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
     """A note for each kind of flags that were given and that nothing will read."""
     notes = []
-    idle = sorted(
-        dest
-        for dest in facts.explicit
-        for start, optimizers in OPTIMIZER_FLAGS.items()
-        if dest.startswith(start) and values["optimizer"] not in optimizers
-    )
-    if idle:
+    recipe = RECIPES.get(values["optimizer"])
+    others = flags_of_all() - flags_of(recipe.name) if recipe else frozenset()
+    unread = (*others, *(() if recipe is None or recipe.whole else _COST_FLAGS))
+    if idle := sorted(facts.explicit.intersection(unread)):
         notes.append(f"--optimizer {values['optimizer']}: no effect of {_spelled(idle)}")
     if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
         # Megatron's rule; its scripts give the flag whatever the size.

@@ -19,9 +19,9 @@ from megamuon.arguments.facts import Facts
 from megamuon.arguments.mapping import apply_mapped_flags, apply_presets
 from megamuon.arguments.megatron_table import TableEntry, outside_flags, table, table_by_dest
 from megamuon.arguments.overlay import CheckpointArgsReader, checkpoint_values
-from megamuon.arguments.schema import FlagSpec
 from megamuon.arguments.suggest import unknown_flag_problem
 from megamuon.arguments.validate import problems_of
+from megamuon.flags import FlagSpec
 
 # Table flags that are no config fields have this prefix, so that they never meet a field's dest.
 _TABLE_PREFIX = "megatron:"

@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from megamuon.arguments.config import (
-    COMPONENTS,
     Config,
     ConfigError,
+    components,
     config_from_values,
     specs_by_dest,
     values_from_config,
 )
-from megamuon.arguments.schema import FlagSpec
+from megamuon.flags import FlagSpec
 
 _DOTTED_WIDTH = 48
 
@@ -39,7 +39,7 @@ def format_config(config: Config) -> str:
 
 def config_to_nested(config: Config) -> dict[str, dict[str, Any]]:
     """Component -> dest -> value, with lists for tuples: what JSON can hold."""
-    nested: dict[str, dict[str, Any]] = {component: {} for component in COMPONENTS}
+    nested: dict[str, dict[str, Any]] = {component: {} for component in components()}
     for dest, value in values_from_config(config).items():
         spec = specs_by_dest()[dest]
         nested[spec.component][dest] = list(value) if isinstance(value, tuple) else value
@@ -79,9 +79,9 @@ def config_from_nested(nested: Mapping[str, Any]) -> Config:
     """
     problems: list[str] = []
     values: dict[str, Any] = {}
-    specs = specs_by_dest()
+    specs, known = specs_by_dest(), components()
     for component, fields in nested.items():
-        if component not in COMPONENTS or not isinstance(fields, Mapping):
+        if component not in known or not isinstance(fields, Mapping):
             problems.append(f"{component}: no component has this name")
             continue
         for dest, value in fields.items():

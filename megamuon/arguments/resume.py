@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megamuon.arguments.config import Config, specs_by_dest
-from megamuon.arguments.derive import OPTIMIZER_FLAGS
 from megamuon.arguments.printing import config_to_nested
+from megamuon.optim.registry import RECIPES, flags_of, flags_of_all
 
 Stored = Mapping[str, Mapping[str, Any]]  # component -> dest -> value, as config_to_nested makes it
 
@@ -168,7 +168,5 @@ def model_differences(stored: Stored, config: Config) -> list[Difference]:
 
 def _in_use(dest: str, optimizers: tuple[str, str]) -> bool:
     """Whether both optimizers read the flag; one that belongs to none is read by all."""
-    owners = [names for start, names in OPTIMIZER_FLAGS.items() if dest.startswith(start)]
-    return (
-        all(any(optimizer in names for names in owners) for optimizer in optimizers) or not owners
-    )
+    known = [name for name in optimizers if name in RECIPES]
+    return dest not in flags_of_all() or all(dest in flags_of(name) for name in known)

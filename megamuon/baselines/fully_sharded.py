@@ -35,7 +35,7 @@ from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import Placement
 from megamuon.mesh import Mesh
 from megamuon.placements import Axis
-from megamuon.runtime.assembly import device_of, elementwise_optimizer
+from megamuon.runtime.assembly import device_of
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.exchange import build_exchange, moves_along
 from megamuon.runtime.initial import CheckedFill, Fill, check_present_weights, weights_from
@@ -120,7 +120,7 @@ def _build(
         modules=modules,
         step=FullyShardedStep(
             pieces_of(plan, tensors, mesh),
-            elementwise_optimizer(config.optimizer),
+            config.optimizer.elementwise_optimizer(),
             mesh=mesh,
             world=dist.group.WORLD,
             tp_group=tp_group,

@@ -15,11 +15,20 @@ from megamuon.optim.newton_schulz import (
 )
 from megamuon.optim.normuon import NorMuon, NorMuonConfig
 from megamuon.optim.optimizer import Item, MatrixOptimizer, OwnerOptimizer, Whole
+from megamuon.optim.recipe import Recipe, StateSizes, Work, state_sizes
+from megamuon.optim.registry import RECIPES, register, rest_of
 from megamuon.optim.schedule import Schedule, ScheduleConfig
 from megamuon.optim.shampoo import GraftingConfig, Shampoo, ShampooConfig
 from megamuon.optim.soap import Soap, SoapConfig
 
 __all__ = [
+    "RECIPES",
+    "Recipe",
+    "StateSizes",
+    "Work",
+    "register",
+    "rest_of",
+    "state_sizes",
     "AdamW",
     "AdamWConfig",
     "Counter",

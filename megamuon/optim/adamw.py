@@ -1,8 +1,9 @@
 """AdamW and SGD on an owner's items, through torch's functional optimizers.
 
-Owns ``AdamW`` and ``Sgd``. Invariant: both give bit for bit what ``torch.optim.AdamW`` and
-``torch.optim.SGD`` give with the same learning rate and decay, on tensors of any shape, flat slices
-of a matrix included (the rules are elementwise, so a slice's result is the slice of the result).
+Owns ``AdamW`` and ``Sgd``, with their settings, flags and recipes. Invariant: both give bit for bit
+what ``torch.optim.AdamW`` and ``torch.optim.SGD`` give with the same learning rate and decay, on
+tensors of any shape, flat slices of a matrix included (the rules are elementwise, so a slice's
+result is the slice of the result).
 Tested by ``tests/optim/test_adamw.py``.
 """
 
@@ -17,7 +18,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from megamuon.flags import flag
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, check_master
+from megamuon.optim.recipe import Recipe
 
 _AVERAGE, _SQUARE, _STEP = "exp_avg", "exp_avg_sq", "step"
 _MOMENTUM = "momentum_buffer"
@@ -74,6 +78,17 @@ class AdamWConfig:
                 raise ValueError(f"AdamWConfig.{name} = {value}: it lies in [0, 1)")
         if not self.eps >= 0.0:
             raise ValueError(f"AdamWConfig.eps = {self.eps}: it is not negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamFlags:
+    """The command line's names of ``AdamWConfig``."""
+
+    adam_beta1: float = flag(AdamWConfig.beta1, "decay of AdamW's first moment", low=0.0, below=1.0)
+    adam_beta2: float = flag(
+        AdamWConfig.beta2, "decay of AdamW's second moment", low=0.0, below=1.0
+    )
+    adam_eps: float = flag(AdamWConfig.eps, "added to AdamW's denominator", above=0.0)
 
 
 class AdamW:
@@ -135,6 +150,13 @@ class SgdConfig:
             raise ValueError(f"SgdConfig.momentum = {self.momentum}: it lies in [0, 1)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SgdFlags:
+    """The command line's names of ``SgdConfig``."""
+
+    sgd_momentum: float = flag(SgdConfig.momentum, "momentum of SGD", low=0.0, below=1.0)
+
+
 class Sgd:
     """SGD.  State: the momentum buffer, or nothing when momentum is 0."""
 
@@ -168,3 +190,29 @@ class Sgd:
                 maximize=False,
             )
             _tell(group, updated)
+
+
+def _adam_from_flags(flags: AdamFlags, cpu_dtype: CpuDtype) -> AdamWConfig:
+    return AdamWConfig(beta1=flags.adam_beta1, beta2=flags.adam_beta2, eps=flags.adam_eps)
+
+
+def _sgd_from_flags(flags: SgdFlags, cpu_dtype: CpuDtype) -> SgdConfig:
+    return SgdConfig(momentum=flags.sgd_momentum)
+
+
+ADAM = Recipe(
+    name="adam",
+    settings=AdamWConfig,
+    build=AdamW,
+    whole=False,
+    flags=AdamFlags,
+    from_flags=_adam_from_flags,
+)
+SGD = Recipe(
+    name="sgd",
+    settings=SgdConfig,
+    build=Sgd,
+    whole=False,
+    flags=SgdFlags,
+    from_flags=_sgd_from_flags,
+)

@@ -1,8 +1,8 @@
 """Muon: momentum, Newton–Schulz, decoupled weight decay, scaled update.
 
-Owns ``MuonConfig`` (every convention in which published Muons differ, as explicit fields) and
-``Muon``. Invariants: each matrix is orthogonalised once per update, whole, and its scale comes from
-its logical shape; parameters and momentum change in place, views included;
+Owns ``MuonConfig`` (every convention in which published Muons differ, as explicit fields), ``Muon``
+and its recipe. Invariants: each matrix is orthogonalised once per update, whole, and its scale
+comes from its logical shape; parameters and momentum change in place, views included;
 ``MuonConfig.torch_preset`` reproduces ``torch.optim.Muon`` bit for bit. The momentum lies beside
 the pieces of a matrix; the whole has no state. Tested by ``tests/optim/test_muon.py``, against
 ``torch.optim.Muon`` itself among others.
@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from megamuon.flags import flag
 from megamuon.optim.coefficients import Triple
 from megamuon.optim.newton_schulz import Counter, NewtonSchulzConfig, orthogonalize_many
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
+from megamuon.optim.recipe import Recipe
 from megamuon.optim.whole import MatrixRule
 
 MomentumForm = Literal["sgd", "ema"]
@@ -125,6 +128,70 @@ class MuonConfig:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MuonFlags:
+    """The command line's names of ``MuonConfig``: Megatron's, with ours for the iteration."""
+
+    muon_preset: Literal["megamuon", "torch"] = flag(
+        "megamuon", "megamuon: the flags below; torch: bit for bit what torch.optim.Muon does"
+    )
+    muon_momentum: float = flag(MuonConfig.momentum, "Muon's momentum", low=0.0, below=1.0)
+    muon_momentum_form: Literal["sgd", "ema"] = flag(
+        MuonConfig.momentum_form,
+        "sgd: buffer = momentum*buffer + gradient; ema: a weighted mean of the two",
+    )
+    muon_nesterov: bool = flag(
+        MuonConfig.nesterov,
+        "Nesterov momentum in Muon, on by default; --no-muon-nesterov turns it off",
+        names=("--muon-nesterov",),
+        off_names=("--no-muon-nesterov",),
+    )
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = flag(
+        "spectral",
+        "scale of the orthogonal update: sqrt(max(rows, cols)), sqrt(rows/cols) or sqrt(max(1, "
+        "rows/cols))",
+    )
+    muon_extra_scale_factor: float = flag(0.2, "further factor of the update", above=0.0)
+    muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations", low=1)
+    muon_coefficient_type: Literal[
+        "polar_express",
+        "quintic",
+        "jordan",
+        "polar_express_101",
+        "polar_express_102",
+        "megatron_polar_express",
+        "cans",
+        "deepseek_v4",
+        "cubic5",
+    ] = flag(
+        NewtonSchulzConfig.coefficients,
+        "coefficients of the Newton-Schulz polynomials: polar_express, the paper's with safety "
+        "1.05 (gram-newton-schulz, DMuon); polar_express_101, the paper's own choices; "
+        "polar_express_102, dion's; megatron_polar_express, what Megatron calls polar_express; "
+        "quintic, Megatron's default; jordan, torch.optim.Muon's; cans, deepseek_v4 and cubic5, as "
+        "in Megatron",
+    )
+    muon_fp32_matmul_prec: Literal["medium", "high", "highest"] = flag(
+        "highest", "given to torch.set_float32_matmul_precision"
+    )
+    ns_form: Literal["auto", "standard", "gram"] = flag(
+        NewtonSchulzConfig.form,
+        "iterate on the matrix, on its Gram matrix, or on whichever costs less for the shape",
+    )
+    ns_dtype: Literal["auto", "fp32", "fp16", "bf16"] = flag(
+        NewtonSchulzConfig.dtype,
+        "dtype of the iteration; auto = fp16 on GPUs; on CPUs bf16 where a measurement at the "
+        "start finds it faster on all ranks, else fp32; a resumed run keeps what it had (fp64 "
+        "with --fp64)",
+    )
+    ns_restarts: tuple[int, ...] | None = flag(
+        None,
+        "iterations before which the Gram form restarts; computed from the coefficients when not "
+        "given",
+        low=1,
+    )
+
+
 class Muon(MatrixRule):
     """Muon. ``counter`` counts its Newton–Schulz calls."""
 
@@ -171,3 +238,60 @@ class Muon(MatrixRule):
         item.parameter.add_(direction, alpha=-(item.lr * ratio))
         if not before:
             item.parameter.mul_(1 - item.lr * item.wd)
+
+
+def _from_flags(flags: MuonFlags, cpu_dtype: CpuDtype) -> MuonConfig:
+    """``--muon-preset torch`` starts from the conventions of ``torch.optim.Muon``."""
+    if flags.muon_preset == "torch":
+        preset = MuonConfig.torch_preset(
+            momentum=flags.muon_momentum,
+            nesterov=flags.muon_nesterov,
+            ns_steps=flags.muon_num_ns_steps,
+        )
+        schulz = preset.newton_schulz
+        if flags.muon_coefficient_type != "jordan":  # torch's own set
+            schulz = replace(schulz, coefficients=flags.muon_coefficient_type)
+        return replace(
+            preset,
+            scale=flags.muon_scale_mode,
+            extra_scale=flags.muon_extra_scale_factor,
+            newton_schulz=schulz,
+        )
+    return MuonConfig(
+        momentum=flags.muon_momentum,
+        nesterov=flags.muon_nesterov,
+        momentum_form=flags.muon_momentum_form,
+        scale=flags.muon_scale_mode,
+        extra_scale=flags.muon_extra_scale_factor,
+        newton_schulz=NewtonSchulzConfig(
+            coefficients=flags.muon_coefficient_type,
+            steps=flags.muon_num_ns_steps,
+            form=flags.ns_form,
+            dtype=flags.ns_dtype,
+            cpu_dtype=cpu_dtype,
+            restarts="auto" if flags.ns_restarts is None else flags.ns_restarts,
+        ),
+    )
+
+
+def _describe(settings: MuonConfig, flags: Any) -> list[str]:
+    schulz, nesterov = settings.newton_schulz, ", nesterov" if settings.nesterov else ""
+    return [
+        f"momentum {settings.momentum} ({settings.momentum_form}{nesterov})",
+        f"scale {settings.scale} x {settings.extra_scale}",
+        f"Newton-Schulz {flags.muon_coefficient_type}, {len(schulz.polynomials)} steps,"
+        f" form {schulz.form}, dtype {schulz.dtype}",
+        f"weight decay {flags.weight_decay}",
+        f"clip {flags.clip_grad}",
+    ]
+
+
+MUON = Recipe(
+    name="muon",
+    settings=MuonConfig,
+    build=Muon,
+    flags=MuonFlags,
+    from_flags=_from_flags,
+    describe=_describe,
+    newton_schulz=lambda settings: settings.newton_schulz,
+)

@@ -1,8 +1,8 @@
 """NorMuon: Muon whose orthogonalised update is normalised neuron by neuron.
 
-Owns ``NorMuonConfig`` and ``NorMuon`` (Li et al., "NorMuon: Making Muon more efficient and
-scalable", arXiv 2510.05491). With o the orthogonalised matrix: v <- lerp(v, mean of o^2 along each
-row, 1 - beta2); o <- o / (sqrt(v) + eps); o <- o times (its norm before / its norm now). Then
+Owns ``NorMuonConfig``, ``NorMuon`` and its recipe (Li et al., "NorMuon: Making Muon more efficient
+and scalable", arXiv 2510.05491). With o the orthogonalised matrix: v <- lerp(v, mean of o^2 along
+each row, 1 - beta2); o <- o / (sqrt(v) + eps); o <- o times (its norm before / its norm now). Then
 Muon's scale and decay. Invariant: the Frobenius norm of the update is Muon's.
 
 The momentum lies beside the pieces; ``neuron_square``, v, belongs to the whole, since the means run
@@ -18,9 +18,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megamuon.optim.muon import Muon, MuonConfig
+from megamuon.flags import flag
+from megamuon.optim.muon import MUON, Muon, MuonConfig
 from megamuon.optim.newton_schulz import Counter
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
+from megamuon.optim.recipe import Recipe
 from megamuon.optim.whole import MatrixRule
 
 Neurons = Literal["rows", "longer_dim"]
@@ -62,6 +65,21 @@ class NorMuonConfig:
                 raise ValueError(
                     f"NorMuonConfig.{name} = {value!r}: choose one of {', '.join(allowed)}"
                 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NorMuonFlags:
+    """The command line's names of ``NorMuonConfig``, beside Muon's flags."""
+
+    normuon_beta2: float = flag(
+        NorMuonConfig.beta2,
+        "decay of NorMuon's second moment of each row; the muon flags hold too",
+        low=0.0,
+        below=1.0,
+    )
+    normuon_eps: float = flag(
+        NorMuonConfig.eps, "added to NorMuon's denominator", above=0.0, below=1.0
+    )
 
 
 class NorMuon(MatrixRule):
@@ -114,3 +132,25 @@ class NorMuon(MatrixRule):
     def apply(self, item: Item, direction: Tensor) -> None:
         """Muon's scale and decay."""
         self.muon.apply(item, direction)
+
+
+def _from_flags(flags: NorMuonFlags, cpu_dtype: CpuDtype) -> NorMuonConfig:
+    muon = MUON.from_flags(flags, cpu_dtype)
+    return NorMuonConfig(muon=muon, beta2=flags.normuon_beta2, eps=flags.normuon_eps)
+
+
+def _describe(settings: NorMuonConfig, flags: NorMuonFlags) -> list[str]:
+    own = f"second moment {settings.beta2} per {settings.neurons}"
+    return [own, *MUON.describe(settings.muon, flags)]
+
+
+NORMUON = Recipe(
+    name="normuon",
+    settings=NorMuonConfig,
+    build=NorMuon,
+    flags=NorMuonFlags,
+    from_flags=_from_flags,
+    reads=("muon",),
+    describe=_describe,
+    newton_schulz=lambda settings: settings.muon.newton_schulz,
+)

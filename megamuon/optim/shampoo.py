@@ -1,8 +1,8 @@
 """Shampoo: each block of a matrix preconditioned from both sides.
 
-Owns ``ShampooConfig`` and ``Shampoo``, after the 2-D case of facebookresearch/optimizers (Shi et
-al., arXiv 2309.06497; Gupta et al., arXiv 1802.09568). With G the gradient, w = 1 if beta2 = 1 else
-1 - beta2, and t the step from 1 on, for each block:
+Owns ``ShampooConfig``, ``Shampoo`` and its recipe, after the 2-D case of
+facebookresearch/optimizers (Shi et al., arXiv 2309.06497; Gupta et al., arXiv 1802.09568). With G
+the gradient, w = 1 if beta2 = 1 else 1 - beta2, and t the step from 1 on, for each block:
 
   L <- beta2 L + w G G^T,  R <- beta2 R + w G^T G
   every precondition_frequency steps, from start_preconditioning_step on:
@@ -37,8 +37,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megamuon.flags import flag
 from megamuon.optim.eigen import FactorError, Perturbation, check_finite, inverse_root
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
+from megamuon.optim.recipe import Recipe, Work
 from megamuon.optim.whole import MatrixRule, count_step
 
 Decay = Literal["decoupled", "l2", "corrected", "independent"]
@@ -150,6 +153,32 @@ class ShampooConfig:
         """The step of the first inversion."""
         start = self.start_preconditioning_step
         return self.precondition_frequency if start is None else start
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShampooFlags:
+    """The command line's names of ``ShampooConfig``."""
+
+    shampoo_beta1: float = flag(
+        ShampooConfig.beta1, "decay of Shampoo's momentum", low=0.0, below=1.0
+    )
+    shampoo_beta2: float = flag(
+        ShampooConfig.beta2, "decay of Shampoo's factors; 1 sums them", above=0.0, high=1.0
+    )
+    shampoo_eps: float = flag(ShampooConfig.eps, "added to the factors' eigenvalues", above=0.0)
+    shampoo_precondition_frequency: int = flag(
+        ShampooConfig.precondition_frequency,
+        "steps from one inversion of the factors to the next",
+        low=1,
+    )
+    shampoo_max_preconditioner_dim: int = flag(
+        ShampooConfig.max_preconditioner_dim,
+        "dims above this are split into blocks with factors of their own",
+        low=1,
+    )
+    shampoo_grafting: Literal["none", "sgd", "adagrad", "rmsprop", "adam"] = flag(
+        GraftingConfig.rule, "rule whose step sizes Shampoo takes; none = its own"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,3 +361,48 @@ class Shampoo(MatrixRule):
                 decay = item.wd / self.config.peak_lr
         step = direction.add(item.parameter, alpha=decay) if decay else direction
         item.parameter.add_(step, alpha=-item.lr)
+
+
+def _from_flags(flags: ShampooFlags, cpu_dtype: CpuDtype) -> ShampooConfig:
+    return ShampooConfig(
+        beta1=flags.shampoo_beta1,
+        beta2=flags.shampoo_beta2,
+        eps=flags.shampoo_eps,
+        precondition_frequency=flags.shampoo_precondition_frequency,
+        max_preconditioner_dim=flags.shampoo_max_preconditioner_dim,
+        grafting=GraftingConfig(rule=flags.shampoo_grafting),
+    )
+
+
+def _describe(settings: ShampooConfig, flags: ShampooFlags) -> list[str]:
+    return [
+        f"betas {settings.beta1}, {settings.beta2}",
+        f"inverted every {settings.precondition_frequency} steps",
+        f"blocks up to {settings.max_preconditioner_dim}",
+        f"grafting {settings.grafting.rule}",
+    ]
+
+
+def _work(settings: ShampooConfig, rows: int, cols: int) -> Work:
+    """Of each block h x w: both factors and both sides of the product, 2 (h^2 w + h w^2) each;
+    every precondition_frequency updates its roots, by eigenvectors (9 n^3) and a product (2 n^3).
+    """
+    products = factorizations = 0.0
+    every = settings.precondition_frequency
+    for block in _blocks(rows, cols, settings.max_preconditioner_dim):
+        h, w = block.rows.stop - block.rows.start, block.cols.stop - block.cols.start
+        products += 4 * (h * h * w + h * w * w) + 2 * (h**3 + w**3) / every
+        factorizations += 9 * (h**3 + w**3) / every
+    return Work(products=products, factorizations=factorizations)
+
+
+SHAMPOO = Recipe(
+    name="shampoo",
+    settings=ShampooConfig,
+    build=Shampoo,
+    flags=ShampooFlags,
+    from_flags=_from_flags,
+    describe=_describe,
+    work=_work,
+    period=lambda settings: settings.precondition_frequency,
+)

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbasis of Shampoo's factors, in two published variants.
 
-Owns ``SoapConfig`` and ``Soap`` (Vyas et al., arXiv 2409.11321). With G the gradient, L and R the
-averages of G G^T and G^T G, and Q_L and Q_R their eigenbases:
+Owns ``SoapConfig``, ``Soap`` and its recipe (Vyas et al., arXiv 2409.11321). With G the gradient, L
+and R the averages of G G^T and G^T G, and Q_L and Q_R their eigenbases:
 
 ``nikhilvyas``, the authors' code. The first step sets L = (1 - b) G G^T, R likewise, and the bases
 by eigh, eigenvalues descending; it changes no weight and decays none. The step t after it:
@@ -42,6 +42,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megamuon.flags import flag
 from megamuon.optim.eigen import (
     FactorError,
     check_finite,
@@ -50,7 +51,9 @@ from megamuon.optim.eigen import (
     orthogonal_iteration,
     power_iteration,
 )
+from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
+from megamuon.optim.recipe import Recipe, Work
 from megamuon.optim.whole import MatrixRule, count_step
 
 Variant = Literal["nikhilvyas", "fb"]
@@ -143,6 +146,32 @@ class SoapConfig:
         """The step of ``fb``'s first bases."""
         start = self.start_preconditioning_step
         return self.precondition_frequency if start is None else start
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoapFlags:
+    """The command line's names of ``SoapConfig``."""
+
+    soap_variant: Literal["nikhilvyas", "fb"] = flag(
+        SoapConfig.variant, "SOAP as its authors wrote it, or as facebookresearch/optimizers does"
+    )
+    soap_beta1: float = flag(SoapConfig.beta1, "decay of SOAP's first moment", low=0.0, below=1.0)
+    soap_beta2: float = flag(SoapConfig.beta2, "decay of SOAP's second moment", low=0.0, below=1.0)
+    soap_shampoo_beta: float | None = flag(
+        SoapConfig.shampoo_beta,
+        "decay of SOAP's factors; --soap-beta2 when not given",
+        low=0.0,
+        below=1.0,
+    )
+    soap_eps: float = flag(SoapConfig.eps, "added to SOAP's denominator", above=0.0)
+    soap_precondition_frequency: int = flag(
+        SoapConfig.precondition_frequency,
+        "steps from one refresh of SOAP's bases to the next",
+        low=1,
+    )
+    soap_max_precond_dim: int = flag(
+        SoapConfig.max_precond_dim, "dims above this keep the identity as their basis", low=1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,3 +339,51 @@ def _rotate_back(matrix: Tensor, state: dict[str, Tensor]) -> Tensor:
     left, right = (state[name] for name in _BASES)
     matrix = left @ matrix if left.numel() else matrix
     return matrix @ right.mT if right.numel() else matrix
+
+
+def _from_flags(flags: SoapFlags, cpu_dtype: CpuDtype) -> SoapConfig:
+    return SoapConfig(
+        variant=flags.soap_variant,
+        beta1=flags.soap_beta1,
+        beta2=flags.soap_beta2,
+        shampoo_beta=flags.soap_shampoo_beta,
+        eps=flags.soap_eps,
+        precondition_frequency=flags.soap_precondition_frequency,
+        max_precond_dim=flags.soap_max_precond_dim,
+    )
+
+
+def _describe(settings: SoapConfig, flags: SoapFlags) -> list[str]:
+    return [
+        f"variant {settings.variant}",
+        f"betas {settings.beta1}, {settings.beta2}",
+        f"bases refreshed every {settings.precondition_frequency} steps",
+    ]
+
+
+def _work(settings: SoapConfig, rows: int, cols: int) -> Work:
+    """Of each side of n with a basis, beside m: the factor, the turn there and back, 2 n^2 m each;
+    every precondition_frequency updates its new basis, by a product (2 n^3) and a QR (8/3 n^3 with
+    Q), or by eigenvectors (9 n^3), and with the former the turn of the momentum, 4 n^2 m.
+    """
+    products = factorizations = 0.0
+    eigenvectors = settings.refresh == "eigh"
+    for n, m in ((rows, cols), (cols, rows)):
+        if n > settings.max_precond_dim:
+            continue
+        every = settings.precondition_frequency
+        products += 6 * n * n * m + (0 if eigenvectors else 2 * n**3 + 4 * n * n * m) / every
+        factorizations += (9 if eigenvectors else 8 / 3) * n**3 / every
+    return Work(products=products, factorizations=factorizations)
+
+
+SOAP = Recipe(
+    name="soap",
+    settings=SoapConfig,
+    build=Soap,
+    flags=SoapFlags,
+    from_flags=_from_flags,
+    describe=_describe,
+    work=_work,
+    period=lambda settings: settings.precondition_frequency,
+)

@@ -15,7 +15,13 @@ from megamuon.ownership.cost import (
     file_cost,
     measured_costs,
 )
-from megamuon.ownership.estimate import BlockFanout, ResourceEstimate, block_fanouts, estimate
+from megamuon.ownership.estimate import (
+    BlockFanout,
+    ResourceEstimate,
+    StateBytes,
+    block_fanouts,
+    estimate,
+)
 from megamuon.ownership.plan import OwnershipPlan, PlanError, Segment
 from megamuon.ownership.planner import (
     POLICIES,
@@ -47,6 +53,7 @@ __all__ = [
     "Rail",
     "ResourceEstimate",
     "Segment",
+    "StateBytes",
     "Topology",
     "Unit",
     "assign",

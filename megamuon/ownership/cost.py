@@ -1,4 +1,4 @@
-"""How long does Newton-Schulz take on a matrix?  Cost sources for the planner.
+"""How long does the update of a matrix take?  Cost sources for the planner.
 
 Owns the three sources of milliseconds per shape: a closed form with constants from a named file, a
 file of times, and measurement with a cache on disk.  A source is a function ``cost_of(rows, cols)
@@ -21,6 +21,8 @@ from pathlib import Path
 
 Shape = tuple[int, int]
 CostFunction = Callable[[int, int], float]
+# Floating-point operations of products, and of eigen and QR decompositions, by rows and cols.
+WorkFunction = Callable[[int, int], tuple[float, float]]
 
 H100_CONSTANTS = Path(__file__).with_name("costs_h100.json")
 _CACHE_FORMAT = 1
@@ -50,6 +52,19 @@ class ClosedForm:
         n, m = sorted((rows, cols))
         wide = self.wide_flops * n * n * m / self.wide_flops_per_ms
         return self.fixed_ms + wide + self.square_flops * n**3 / self.square_flops_per_ms
+
+    def of_work(self, work: WorkFunction) -> CostFunction:
+        """The cost of another update than Newton-Schulz, with the same launch floor and rates.
+        Decompositions count at the rate of square products, which flatters them: what the planner
+        needs is how they grow from one shape to the next.
+        """
+
+        def milliseconds(rows: int, cols: int) -> float:
+            products, factorizations = work(rows, cols)
+            square = factorizations / self.square_flops_per_ms
+            return self.fixed_ms + products / self.wide_flops_per_ms + square
+
+        return milliseconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +163,7 @@ class CostKey:
     """What a measured time depends on besides the shape."""
 
     device: str  # device name, e.g. as the driver reports it
-    newton_schulz: str  # one line that says the configuration: variant, steps, dtype
+    newton_schulz: str  # the configuration of what was timed: Newton-Schulz's, or the optimizer's
     torch_version: str
 
 

@@ -21,7 +21,7 @@ Padding of buffers to an alignment and what a library allocates for itself are n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +30,16 @@ from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.ownership.groups import GroupKey, group_of
 from megamuon.ownership.plan import OwnershipPlan
 
-MOMENTUM_BYTES = 4  # one FP32 value per element of a Muon matrix
-MOMENTS_BYTES = 8  # two FP32 values per element under AdamW
+
+@dataclass(frozen=True, kw_only=True)
+class StateBytes:
+    """What the optimizers of a run keep; the defaults are Muon's and AdamW's in FP32.  Counts of
+    steps, 4 bytes each, are left out.
+    """
+
+    flat: int = 8  # per element of what is trained element by element
+    piece: int = 4  # per element of a matrix, beside each of its pieces
+    whole: Callable[[int, int], int] | None = None  # of a [rows, cols] matrix where it is worked on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,21 +132,28 @@ def _groups(plan: OwnershipPlan) -> list[_Group]:
     return list(found.values())
 
 
-def state_bytes(parameter: LogicalParameter, elements: int) -> int:
-    """Bytes of optimizer state of some elements of a parameter."""
-    if parameter.route is Route.FROZEN:
+def _of_whole(plan: OwnershipPlan, parameter: LogicalParameter, state: StateBytes) -> int:
+    """Bytes of a matrix's own state on each data-parallel rank that works on it, at tp rank 0."""
+    if parameter.route is not Route.MATRIX or state.whole is None:
         return 0
-    return elements * (MOMENTUM_BYTES if parameter.route is Route.MATRIX else MOMENTS_BYTES)
+    elsewhere = parameter.cut is not None and plan.tp_owner_of(parameter.name) != 0
+    return 0 if elsewhere else state.whole(parameter.shape[0], parameter.shape[1])
 
 
-def optimizer_bytes(plan: OwnershipPlan) -> np.ndarray:
-    """Bytes of optimizer state per rank; every replica holds the even slices of its shards."""
-    grid = plan.topology
+def optimizer_bytes(plan: OwnershipPlan, state: StateBytes | None = None) -> np.ndarray:
+    """Bytes of optimizer state per rank; every replica holds the even slices of its shards, and
+    each rank that has a slice of a matrix the state of the whole.
+    """
+    grid, state = plan.topology, state or StateBytes()
     held = np.zeros(grid.world, dtype=np.int64)
     by_replica = held.reshape(grid.replicas, grid.shards)
     for parameter in plan.parameters:
+        if not parameter.trainable:
+            continue
+        each = state.piece if parameter.route is Route.MATRIX else state.flat
+        whole = _of_whole(plan, parameter, state)
         for rank, start, stop in plan.segments(parameter.name):
-            size = state_bytes(parameter, stop - start)
+            size = (stop - start) * each + whole
             if parameter.layout is Layout.OWNER:
                 held[rank] += size
             else:
@@ -173,12 +188,13 @@ def estimate(
     micro_batches: int = 1,
     master_bytes: int = 4,
     reduce_bytes: int = 4,
+    state: StateBytes | None = None,
 ) -> ResourceEstimate:
     """Bytes of every rank under ``plan``; see [Note: what the estimate assumes].
 
     ``master_bytes``: per element of masters and reduced gradients; ``reduce_bytes``: of gradients
-    on the wire. The compute dtype is the plan's. Raises ValueError on another ZeRO stage than 1, 2
-    or 3 and on fewer than one micro-batch.
+    on the wire; ``state``: of the optimizers. The compute dtype is the plan's. Raises
+    ValueError on another ZeRO stage than 1, 2 or 3 and on fewer than one micro-batch.
     """
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"zero_stage {zero_stage}: choose 1, 2 or 3 (--zero-stage)")
@@ -217,7 +233,7 @@ def estimate(
     figures = {
         "parameters": (owned + sliced) * master_bytes + resident * width,
         "gradients": (trained + slices) * master_bytes,
-        "optimizer_state": optimizer_bytes(plan),
+        "optimizer_state": optimizer_bytes(plan, state),
         "workspace": _workspace(groups, zero_stage, width, reduce_bytes),
         "sent_inside_replicas": sent,
         "received_inside_replicas": received,

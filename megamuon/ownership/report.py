@@ -15,7 +15,7 @@ import numpy as np
 
 from megamuon.matrices import Layout, Route
 from megamuon.ownership.cost import CostFunction
-from megamuon.ownership.estimate import optimizer_bytes
+from megamuon.ownership.estimate import StateBytes, optimizer_bytes
 from megamuon.ownership.plan import OwnershipPlan
 
 MIB = float(1 << 20)
@@ -86,12 +86,15 @@ def tp_rank_times(plan: OwnershipPlan, cost_of: CostFunction) -> np.ndarray:
     return times
 
 
-def summarize(plan: OwnershipPlan, *, rails: int | None = None) -> PlanReport:
+def summarize(
+    plan: OwnershipPlan, *, rails: int | None = None, state: StateBytes | None = None
+) -> PlanReport:
     """Figures of ``plan``.
 
-    ``rails``: how many rails the network has; rank r lies on rail r modulo this.  None takes the
-    shards of the grid. Under FSDP over several nodes pass the GPUs per node, since the grid then
-    has one replica of all ranks. Raises ValueError where the rails do not divide the ranks.
+    ``state``: of the optimizers.  ``rails``: how many rails the network has; rank r lies on rail r
+    modulo this.  None takes the shards of the grid. Under FSDP over several nodes pass the GPUs
+    per node, since the grid then has one replica of all ranks. Raises ValueError where the rails
+    do not divide the ranks.
     """
     world = plan.topology.world
     rails = plan.topology.shards if rails is None else rails
@@ -108,7 +111,7 @@ def summarize(plan: OwnershipPlan, *, rails: int | None = None) -> PlanReport:
         muon_bytes[owner] += muon * plan.settings.bytes_per_element
     per_rail = [values.reshape(-1, rails).sum(axis=0) for values in (counts, bytes_held, times)]
     orders = _publish_orders(plan, rails)
-    optimizer = optimizer_bytes(plan)
+    optimizer = optimizer_bytes(plan, state)
     routes = Counter(p.route for p in plan.parameters)
     return PlanReport(
         rails=tuple(

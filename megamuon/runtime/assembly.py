@@ -26,22 +26,11 @@ from megamuon.collectives.call_check import CallCheck
 from megamuon.collectives.operator_settings import OperatorGrid, ReadySettings
 from megamuon.collectives.traffic import Traffic
 from megamuon.mesh import Mesh, new_group
-from megamuon.optim import (
-    AdamW,
-    MatrixOptimizer,
-    Muon,
-    NorMuon,
-    OwnerOptimizer,
-    Sgd,
-    SgdConfig,
-    Shampoo,
-    Soap,
-)
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.update_plan import UpdatePlan, compile_update, matrices_of
 from megamuon.placements import Axis
 from megamuon.runtime.agreement import WorldAgreement
-from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
+from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import Exchange, build_exchange, moves_along, sum_in_order
 from megamuon.runtime.layer_group import LayerGroup
@@ -172,14 +161,14 @@ def build_parts(
         matrices = MatrixUpdate(
             groups,
             updates,
-            matrix_optimizer(config.optimizer),
+            config.optimizer.matrix_optimizer(),
             exchange=exchange,
             dtype=config.master_dtype,
             device=device,
         )
     step = OwnerStep(
         groups,
-        elementwise_optimizer(config.optimizer),
+        config.optimizer.elementwise_optimizer(),
         mesh=mesh,
         group=grid.world,
         clip=config.optimizer.clip,
@@ -254,21 +243,3 @@ def _transports(
         traffic=traffic,
     )
     return transport, transport.over_grid(reducer)
-
-
-def elementwise_optimizer(settings: OptimizerSettings) -> OwnerOptimizer:
-    """What trains everything that is no matrix, and matrices under adam and sgd."""
-    if settings.matrices == "sgd":
-        return Sgd(SgdConfig(momentum=settings.sgd_momentum))
-    return AdamW(settings.adamw)
-
-
-def matrix_optimizer(settings: OptimizerSettings) -> MatrixOptimizer:
-    """What trains declared matrices."""
-    if settings.matrices == "muon":
-        return Muon(settings.muon)
-    if settings.matrices == "normuon":
-        return NorMuon(settings.normuon)
-    if settings.matrices == "shampoo":
-        return Shampoo(settings.shampoo)
-    return Soap(settings.soap)

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import torch
 
 from megamuon.matrices import Kind, LogicalParameter
-from megamuon.optim import AdamWConfig, MuonConfig, NorMuonConfig, ShampooConfig, SoapConfig
+from megamuon.optim import (
+    RECIPES,
+    MatrixOptimizer,
+    NewtonSchulzConfig,
+    OwnerOptimizer,
+    Recipe,
+    rest_of,
+    state_sizes,
+)
 from megamuon.optim.optimizer import MASTER_DTYPES
+from megamuon.ownership.estimate import StateBytes
 from megamuon.ownership.settings import PlannerSettings
 from megamuon.ownership.units import UNIT_THRESHOLD
 from megamuon.runtime.schedule import Lagged, Schedule
 
-MATRIX_OPTIMIZERS = ("muon", "normuon", "shampoo", "soap")
-MATRICES = (*MATRIX_OPTIMIZERS, "adam", "sgd")
 FABRICS = ("auto", "host", "nccl")
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 # What an operator of csrc/ can be made with, in bytes and in slots of a ring.
@@ -31,28 +40,66 @@ MOST_SLOTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Which optimizer goes where."""
+    """Which optimizer goes where.
 
-    matrices: str = "muon"  # what declared matrices are trained with: one of MATRICES
-    muon: MuonConfig = field(default_factory=MuonConfig)
-    normuon: NorMuonConfig = field(default_factory=NorMuonConfig)
-    shampoo: ShampooConfig = field(default_factory=ShampooConfig)
-    soap: SoapConfig = field(default_factory=SoapConfig)
-    adamw: AdamWConfig = field(default_factory=AdamWConfig)
-    sgd_momentum: float = 0.9
+    ``matrices`` names the recipe of declared matrices; ``matrix`` are its settings, where it is one
+    of whole matrices, and ``rest`` those of the recipe that trains everything else (AdamW; under
+    "sgd", SGD). None takes the recipe's defaults.
+    """
+
+    matrices: str = "muon"
+    matrix: Any = None
+    rest: Any = None
     clip: float = 1.0  # global gradient norm; 0 switches clipping off
     decay_qk_norm: bool = False  # weight decay on the gains of query and key norms too
     count_zeros: bool = False  # of the averaged gradients, in each step's result
 
     def __post_init__(self) -> None:
-        # Anything but "muon" would quietly train matrices element by element.
-        if self.matrices not in MATRICES:
-            raise ValueError(f"matrices={self.matrices!r}: choose one of {', '.join(MATRICES)}")
+        if self.matrices not in RECIPES:
+            raise ValueError(f"matrices={self.matrices!r}: choose one of {', '.join(RECIPES)}")
+        recipe = self.recipe
+        rest = rest_of(self.matrices)
+        wanted = {"matrix": recipe.settings if recipe.whole else None, "rest": rest.settings}
+        for name, kind in wanted.items():
+            value = getattr(self, name)
+            if value is None and kind is not None:
+                object.__setattr__(self, name, kind())  # frozen, and a default depends on another
+            elif value is not None and type(value) is not kind:
+                wants = f"a {kind.__name__}" if kind is not None else "None"
+                raise ValueError(f"{name}={value!r}: matrices={self.matrices!r} takes {wants}")
+
+    @property
+    def recipe(self) -> Recipe:
+        """Of declared matrices."""
+        return RECIPES[self.matrices]
 
     @property
     def whole_matrices(self) -> bool:
         """Whether declared matrices are trained by an optimizer that needs them whole."""
-        return self.matrices in MATRIX_OPTIMIZERS
+        return self.recipe.whole
+
+    @property
+    def newton_schulz(self) -> NewtonSchulzConfig | None:
+        """The iteration that an update of a matrix is made of; None where it is made of others."""
+        orthogonalizes = self.recipe.newton_schulz
+        return None if orthogonalizes is None else orthogonalizes(self.matrix)
+
+    def matrix_optimizer(self) -> MatrixOptimizer:
+        """What trains declared matrices, where it needs them whole."""
+        return self.recipe.build(self.matrix)
+
+    def elementwise_optimizer(self) -> OwnerOptimizer:
+        """What trains everything that is no matrix, and matrices that are not needed whole."""
+        return rest_of(self.matrices).build(self.rest)
+
+    def state_bytes(self, width: int = 4) -> StateBytes:
+        """What the optimizers keep, with ``width`` bytes to a value: those of a master."""
+        flat = state_sizes(self.elementwise_optimizer()).piece * width
+        if not self.whole_matrices:
+            return StateBytes(flat=flat, piece=flat)
+        sizes = state_sizes(self.matrix_optimizer())
+        whole = lru_cache(lambda rows, cols: sizes.whole(rows, cols) * width)
+        return StateBytes(flat=flat, piece=sizes.piece * width, whole=whole)
 
     def decays(self, parameter: LogicalParameter) -> bool:
         """Megatron's rule: no decay on biases and on 1-D parameters; query and key norms by

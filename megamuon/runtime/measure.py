@@ -1,6 +1,7 @@
-"""The measured Newton-Schulz cost of this cluster's device.
+"""What an update of a matrix costs on this cluster's device.
 
-Owns the timing of one matrix shape and the median over ranks. Invariant: all ranks end with the
+Owns the timing of one matrix shape, Newton-Schulz for optimizers that are made of it and whole
+updates of all others, and the median over ranks. Invariant: all ranks end with the
 same table, so that all compute the same plan. Tested by ``tests/distributed/test_agreement.py``.
 """
 
@@ -8,14 +9,15 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megamuon.matrices import LogicalParameter
-from megamuon.optim.muon import MuonConfig
-from megamuon.optim.newton_schulz import orthogonalize
+from megamuon.optim.newton_schulz import NewtonSchulzConfig, orthogonalize
 from megamuon.ownership.cost import (
     CostFunction,
     CostKey,
@@ -24,7 +26,7 @@ from megamuon.ownership.cost import (
     measured_costs,
 )
 from megamuon.ownership.planner import muon_shapes
-from megamuon.runtime.config import RuntimeConfig
+from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 
 REPEATS = 5
 CACHE = "newton_schulz_times.json"  # in the directory of --ns-cost-cache
@@ -38,16 +40,41 @@ def device_name(device: torch.device) -> str:
 
 
 def time_newton_schulz(
-    shape: tuple[int, int], muon: MuonConfig, device: torch.device, dtype: torch.dtype
+    shape: tuple[int, int], schulz: NewtonSchulzConfig, device: torch.device, dtype: torch.dtype
 ) -> float:
     """Median milliseconds of one orthogonalisation of a ``shape`` matrix, after one warm-up."""
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(shape, generator=generator).to(device, dtype)
+    matrix = _sample(shape, device, dtype)
+    return _median_time(lambda: orthogonalize(matrix, schulz), device)
+
+
+def time_update(
+    shape: tuple[int, int], optimizer: OptimizerSettings, device: torch.device, dtype: torch.dtype
+) -> float:
+    """Median milliseconds of one update of a ``shape`` matrix, its share of what happens every few
+    updates included.  The warm-up is one period: the first updates may do less.
+    """
+    recipe, settings = optimizer.recipe, optimizer.matrix
+    matrix = _sample(shape, device, dtype)
+    update, period = recipe.trial(settings, matrix), recipe.period(settings)
+
+    def updates() -> None:
+        for _ in range(period):
+            update()
+
+    return _median_time(updates, device, max(1, REPEATS // period)) / period
+
+
+def _sample(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+
+def _median_time(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Milliseconds, after one warm-up."""
     times = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         _synchronize(device)
         start = time.perf_counter()
-        orthogonalize(matrix, muon.newton_schulz)
+        work()
         _synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
     return statistics.median(times[1:])
@@ -67,29 +94,45 @@ def median_over_ranks(times: list[float], group: dist.ProcessGroup | None) -> li
     return [statistics.median(column) for column in zip(*everyone, strict=True)]  # type: ignore[arg-type]
 
 
+def planned_cost(optimizer: OptimizerSettings, path: str | None = None) -> CostFunction:
+    """The closed form of an update, with the constants of ``path`` (None: an H100's)."""
+    form, recipe = closed_form_cost(path), optimizer.recipe
+    if recipe.work is None:
+        return form  # Newton-Schulz, or nothing that is needed whole
+    return form.of_work(partial(recipe.work, optimizer.matrix))
+
+
 def cost_function(
     parameters: tuple[LogicalParameter, ...],
     config: RuntimeConfig,
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> CostFunction:
-    """The cost source that ``config.ns_cost`` names, for the Muon matrices among ``parameters``."""
+    """The cost source that ``config.ns_cost`` names, for the matrices among ``parameters`` that an
+    optimizer takes whole.
+    """
     shapes = muon_shapes(parameters)
     if config.ns_cost == "closed-form":
-        return closed_form_cost(config.ns_cost_file)
+        return planned_cost(config.optimizer, config.ns_cost_file)
     if config.ns_cost == "file":
         if config.ns_cost_file is None:
             raise ValueError("ns_cost='file' needs ns_cost_file (--ns-cost-file)")
         return file_cost(config.ns_cost_file, shapes)
     if config.ns_cost != "measured":
         raise ValueError(f"ns_cost={config.ns_cost!r}: choose measured, file or closed-form")
-    muon = config.optimizer.muon
+    optimizer, dtype = config.optimizer, config.master_dtype
+    schulz = optimizer.newton_schulz
+    if schulz is not None:
+        measure = lambda shape: time_newton_schulz(shape, schulz, device, dtype)  # noqa: E731
+    else:
+        measure = lambda shape: time_update(shape, optimizer, device, dtype)  # noqa: E731
+    timed = schulz if schulz is not None else optimizer.matrix
     return measured_costs(
         shapes,
-        measure=lambda shape: time_newton_schulz(shape, muon, device, config.master_dtype),
+        measure=measure,
         key=CostKey(
             device=device_name(device),
-            newton_schulz=f"{muon.newton_schulz!r} of {config.master_dtype}",
+            newton_schulz=f"{timed!r} of {dtype}",
             torch_version=torch.__version__,
         ),
         cache_path=None if config.ns_cost_cache is None else Path(config.ns_cost_cache) / CACHE,

@@ -8,7 +8,7 @@ knows flags. Tested by ``tests/training/test_builders.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,17 +17,7 @@ from megamuon.data.build import DataSpec
 from megamuon.data.tokenizer import Tokenizer, build_tokenizer, pad_id, padded_vocab_size
 from megamuon.matrices import Kind, LogicalParameter
 from megamuon.models import GPTConfig, gpt_config_from_flags
-from megamuon.optim import (
-    AdamWConfig,
-    GraftingConfig,
-    MuonConfig,
-    NewtonSchulzConfig,
-    NorMuonConfig,
-    Schedule,
-    ScheduleConfig,
-    ShampooConfig,
-    SoapConfig,
-)
+from megamuon.optim import RECIPES, Schedule, ScheduleConfig, rest_of
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import PlannerSettings
 from megamuon.profiling import ProfilingSettings
@@ -205,82 +195,14 @@ def data_spec(
     )
 
 
-def muon_config(config: Config, *, ns_cpu_dtype: CpuDtype = "fp32") -> MuonConfig:
-    """Muon's conventions; ``--muon-preset torch`` starts from those of ``torch.optim.Muon``.
-    ``ns_cpu_dtype``: what ``--ns-dtype auto`` means on CPUs.
-    """
-    flags = config.optimizer
-    if flags.muon_preset == "torch":
-        preset = MuonConfig.torch_preset(
-            momentum=flags.muon_momentum,
-            nesterov=flags.muon_nesterov,
-            ns_steps=flags.muon_num_ns_steps,
-        )
-        schulz = preset.newton_schulz
-        if flags.muon_coefficient_type != "jordan":  # torch's own set
-            schulz = replace(schulz, coefficients=flags.muon_coefficient_type)
-        return replace(
-            preset,
-            scale=flags.muon_scale_mode,
-            extra_scale=flags.muon_extra_scale_factor,
-            newton_schulz=schulz,
-        )
-    return MuonConfig(
-        momentum=flags.muon_momentum,
-        nesterov=flags.muon_nesterov,
-        momentum_form=flags.muon_momentum_form,
-        scale=flags.muon_scale_mode,
-        extra_scale=flags.muon_extra_scale_factor,
-        newton_schulz=NewtonSchulzConfig(
-            coefficients=flags.muon_coefficient_type,
-            steps=flags.muon_num_ns_steps,
-            form=flags.ns_form,
-            dtype=flags.ns_dtype,
-            cpu_dtype=ns_cpu_dtype,
-            restarts="auto" if flags.ns_restarts is None else flags.ns_restarts,
-        ),
-    )
-
-
-def shampoo_config(config: Config) -> ShampooConfig:
-    """Shampoo's conventions."""
-    flags = config.optimizer
-    return ShampooConfig(
-        beta1=flags.shampoo_beta1,
-        beta2=flags.shampoo_beta2,
-        eps=flags.shampoo_eps,
-        precondition_frequency=flags.shampoo_precondition_frequency,
-        max_preconditioner_dim=flags.shampoo_max_preconditioner_dim,
-        grafting=GraftingConfig(rule=flags.shampoo_grafting),
-    )
-
-
-def soap_config(config: Config) -> SoapConfig:
-    """SOAP's conventions."""
-    flags = config.optimizer
-    return SoapConfig(
-        variant=flags.soap_variant,
-        beta1=flags.soap_beta1,
-        beta2=flags.soap_beta2,
-        shampoo_beta=flags.soap_shampoo_beta,
-        eps=flags.soap_eps,
-        precondition_frequency=flags.soap_precondition_frequency,
-        max_precond_dim=flags.soap_max_precond_dim,
-    )
-
-
 def optimizer_settings(config: Config, *, ns_cpu_dtype: CpuDtype = "fp32") -> OptimizerSettings:
-    """Which optimizer goes where."""
+    """Which optimizer goes where; ``ns_cpu_dtype``: what ``--ns-dtype auto`` means on CPUs."""
     flags = config.optimizer
-    muon = muon_config(config, ns_cpu_dtype=ns_cpu_dtype)
+    recipe = RECIPES[flags.optimizer]
     return OptimizerSettings(
-        matrices=flags.optimizer,
-        muon=muon,
-        normuon=NorMuonConfig(muon=muon, beta2=flags.normuon_beta2, eps=flags.normuon_eps),
-        shampoo=shampoo_config(config),
-        soap=soap_config(config),
-        adamw=AdamWConfig(beta1=flags.adam_beta1, beta2=flags.adam_beta2, eps=flags.adam_eps),
-        sgd_momentum=flags.sgd_momentum,
+        matrices=recipe.name,
+        matrix=recipe.from_flags(flags, ns_cpu_dtype) if recipe.whole else None,
+        rest=rest_of(recipe.name).from_flags(flags, ns_cpu_dtype),
         clip=flags.clip_grad,
         decay_qk_norm=flags.apply_wd_to_qk_layernorm,
         count_zeros=config.logging.log_num_zeros_in_grad,

@@ -33,7 +33,7 @@ from megamuon.checkpoint import (
 )
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh
-from megamuon.optim import Schedule
+from megamuon.optim import RECIPES, Schedule, rest_of
 from megamuon.runtime import TrainableRuntime
 from megamuon.runtime.trainable import OPTIMIZER_PREFIX
 from megamuon.training.failures import TrainingError
@@ -144,18 +144,20 @@ class RunCheckpoints:
     def _state_that_stays(
         self, source: Source, runtime: TrainableRuntime, wanted: list[StoredTensor]
     ) -> list[StoredTensor]:
-        """``wanted`` without the optimizer state that another optimizer would misread: only what
-        AdamW keeps before and after goes on.  Says how much is new.
+        """``wanted`` without the optimizer state that another optimizer would misread: what
+        neither takes whole goes on, where both train it alike.  Says how much is new.
         """
         ours = self.config.optimizer.optimizer
         parameters = {p.name for p in runtime.plan.parameters if p.trainable}
         kept: set[str] = set()
-        if source.plan is not None and "sgd" not in (ours, source.optimizer):
+        theirs = source.optimizer
+        same_rest = theirs in RECIPES and rest_of(ours) is rest_of(theirs)
+        if source.plan is not None and same_rest:
             before = {p.name for p in source.plan.parameters if p.route is not Route.MATRIX}
             after = {p.name for p in runtime.plan.parameters if p.route is not Route.MATRIX}
             kept = before & after & parameters
         self.console.first(
-            f"  optimizer changed from {source.optimizer} to {ours}: weights are kept; the"
+            f"  optimizer changed from {theirs} to {ours}: weights are kept; the"
             f" optimizer state of {len(parameters) - len(kept)} parameters is new, that of"
             f" {len(kept)} goes on"
         )
@@ -228,9 +230,10 @@ class RunCheckpoints:
 
     def _measured(self, runtime: TrainableRuntime) -> dict[str, Any]:
         """What this run measured on its machine, which a resume keeps."""
-        if not is_open(self.config, self.mesh):
+        schulz = runtime.config.optimizer.newton_schulz
+        if schulz is None or not is_open(self.config, self.mesh):
             return {}
-        return {"ns_cpu_dtype": runtime.config.optimizer.muon.newton_schulz.cpu_dtype}
+        return {"ns_cpu_dtype": schulz.cpu_dtype}
 
     def save(self, progress: Progress, runtime: TrainableRuntime, schedule: Schedule) -> None:
         """Save now, or start to with ``--async-save``.  Collective; nothing without ``--save``."""

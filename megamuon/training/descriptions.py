@@ -6,13 +6,11 @@ Owns these lines.  Pure: values in, text out; no clock, no collective.  Tested b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from megamuon.arguments import Config
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.ownership import OwnershipPlan, summarize
-from megamuon.runtime import OptimizerSettings, TrainableRuntime
+from megamuon.runtime import TrainableRuntime
 
 
 def describe_plan(plan: OwnershipPlan, *, reused: bool) -> str:
@@ -67,51 +65,6 @@ def describe_optimizer(config: Config, runtime: TrainableRuntime) -> str:
         flags.optimizer if name == Route.MATRIX else name: n for name, n in routes.items() if n
     }
     counts = ", ".join(f"{route} {count}" for route, count in routes.items())
-    recipe = _RECIPES.get(flags.optimizer)
-    parts = [f"optimizer {flags.optimizer}", *(recipe(config, settings) if recipe else ())]
+    says = settings.recipe.describe(settings.matrix, flags)
+    parts = [f"optimizer {flags.optimizer}", *says]
     return " | ".join([*parts, f"parameters by route: {counts}"])
-
-
-def _muon_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
-    muon, flags = settings.muon, config.optimizer
-    schulz = muon.newton_schulz
-    return [
-        f"momentum {muon.momentum} ({muon.momentum_form}{', nesterov' if muon.nesterov else ''})",
-        f"scale {muon.scale} x {muon.extra_scale}",
-        f"Newton-Schulz {flags.muon_coefficient_type}, {len(schulz.polynomials)} steps,"
-        f" form {schulz.form}, dtype {schulz.dtype}",
-        f"weight decay {flags.weight_decay}",
-        f"clip {flags.clip_grad}",
-    ]
-
-
-def _normuon_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
-    own = f"second moment {settings.normuon.beta2} per {settings.normuon.neurons}"
-    return [own, *_muon_recipe(config, settings)]
-
-
-def _shampoo_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
-    made = settings.shampoo
-    return [
-        f"betas {made.beta1}, {made.beta2}",
-        f"inverted every {made.precondition_frequency} steps",
-        f"blocks up to {made.max_preconditioner_dim}",
-        f"grafting {made.grafting.rule}",
-    ]
-
-
-def _soap_recipe(config: Config, settings: OptimizerSettings) -> list[str]:
-    made = settings.soap
-    return [
-        f"variant {made.variant}",
-        f"betas {made.beta1}, {made.beta2}",
-        f"bases refreshed every {made.precondition_frequency} steps",
-    ]
-
-
-_RECIPES: Mapping[str, Callable[[Config, OptimizerSettings], list[str]]] = {
-    "muon": _muon_recipe,
-    "normuon": _normuon_recipe,
-    "shampoo": _shampoo_recipe,
-    "soap": _soap_recipe,
-}

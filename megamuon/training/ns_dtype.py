@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megamuon.arguments import Config
 from megamuon.mesh import Mesh
+from megamuon.optim import RECIPES
 from megamuon.optim.ns_plan import LEAST_ROWS, CpuDtype
 from megamuon.optim.ns_probe import LEAST_GAIN, bf16_gain
 
@@ -35,7 +36,7 @@ def is_open(config: Config, mesh: Mesh) -> bool:
     restarts do where they are given: they were chosen for a dtype, and BF16 is the less safe one.
     """
     flags = config.optimizer
-    iterates = flags.optimizer in ("muon", "normuon") and not config.precision.fp64
+    iterates = RECIPES[flags.optimizer].newton_schulz is not None and not config.precision.fp64
     free = flags.ns_dtype == "auto" and flags.ns_form != "gram" and flags.ns_restarts is None
     return iterates and free and mesh.device.type == "cpu"
 

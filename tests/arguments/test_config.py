@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from megamuon.arguments import Config, ConfigError, config_from_values, values_from_config
-from megamuon.arguments.config import COMPONENTS
-from megamuon.arguments.schema import flag, flag_specs
+from megamuon.arguments.config import components
+from megamuon.flags import flag, flag_specs
 
 
 def test_configs_are_frozen_and_keyword_only():
-    for config_class in (*COMPONENTS.values(), Config):
+    for config_class in (*components().values(), Config):
         assert config_class.__dataclass_params__.frozen
         assert all(field.kw_only for field in dataclasses.fields(config_class))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -13,7 +13,8 @@ import ast
 from pathlib import Path
 
 from megamuon.arguments import specs_by_dest
-from megamuon.arguments.config import COMPONENTS
+from megamuon.arguments.config import components
+from megamuon.optim import RECIPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 # arguments. Tested in test_mapping.py, test_parser.py and test_overlay.py.
 READ_BY_THE_PARSER = {"model", "use_checkpoint_args"}
 
-CLASSES = {config_class.__name__: name for name, config_class in COMPONENTS.items()}
+CLASSES = {config_class.__name__: name for name, config_class in components().items()}
+CLASSES |= {recipe.flags.__name__: "optimizer" for recipe in RECIPES.values()}
 
 
 def _sources() -> list[Path]:
@@ -32,7 +34,7 @@ def _sources() -> list[Path]:
 
 def _component(node: ast.AST | None) -> str | None:
     """The component that an expression is, as far as its last name says."""
-    if isinstance(node, ast.Attribute) and node.attr in COMPONENTS:
+    if isinstance(node, ast.Attribute) and node.attr in components():
         return node.attr
     return None
 

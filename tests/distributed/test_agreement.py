@@ -37,7 +37,7 @@ def work(rank: int, world: int) -> dict[str, object]:
         "settings": attempt(zero_stage=2 if rank == 2 else 3),
         # Only rank 1 would enter the collective of the measured costs.
         "cost": attempt(ns_cost="measured" if rank == 1 else "closed-form"),
-        "optimizer": attempt(optimizer=OptimizerSettings(muon=muon)),
+        "optimizer": attempt(optimizer=OptimizerSettings(matrix=muon)),
         "measured": measured,
         "median": median_over_ranks([float(rank), 10.0 - rank], dist.group.WORLD),
     }
@@ -62,7 +62,7 @@ def test_different_settings_are_found_too(results: list[dict]) -> None:
     for result in results:
         assert "rank 2: settings zero_stage=3 on rank 0, zero_stage=2 here." in result["settings"]
         assert (
-            "rank 1: settings muon.momentum=0.95 on rank 0, muon.momentum=0.9 here."
+            "rank 1: settings matrix.momentum=0.95 on rank 0, matrix.momentum=0.9 here."
             in (result["optimizer"])
         )
 

@@ -36,6 +36,12 @@ CASE = Case(batch=24, length=8)
 MERGED = 5_000_000  # all of a layer on one owner: three units for eight ranks
 
 
+MATRIX_SETTINGS = {
+    "shampoo": ShampooConfig(eps=1e-6),
+    "soap": SoapConfig(precondition_frequency=2, null_space="fixed"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How a model lies on ranks."""
@@ -170,9 +176,8 @@ def build(rank: int, layout: Layout, seed: int = SEED) -> Any:
             seed=seed,
             optimizer=OptimizerSettings(
                 matrices=layout.optimizer,
-                adamw=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8),
-                shampoo=ShampooConfig(eps=1e-6),
-                soap=SoapConfig(precondition_frequency=2, null_space="fixed"),
+                matrix=MATRIX_SETTINGS.get(layout.optimizer),
+                rest=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8),
             ),
         ),
     )

@@ -17,6 +17,7 @@ from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.matrices import Cut, Kind, Placement
 from megamuon.mesh import new_group
 from megamuon.models.gpt import GPT
+from megamuon.optim import SgdConfig
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.shard import parameter_seed
 from megamuon.sharding import apply_sharding, plan_sharding
@@ -223,7 +224,7 @@ def mixed_precision(rank: int) -> dict[str, Any]:
         config=RuntimeConfig(
             compute_dtype=torch.bfloat16,
             seed=SEED,
-            optimizer=OptimizerSettings(matrices="sgd", sgd_momentum=0.9),
+            optimizer=OptimizerSettings(matrices="sgd", rest=SgdConfig(momentum=0.9)),
         ),
         mesh=grid(rank, 2, 2),
         initial=model.initialise_,

@@ -23,10 +23,10 @@ from tests.support.reference import SEED, Case, batch_of, nano_config
 CASE = Case(steps=4, batch=8)
 OPTIMIZERS = {
     "muon": OptimizerSettings(matrices="muon"),
-    "normuon": OptimizerSettings(matrices="normuon", normuon=NorMuonConfig()),
-    "shampoo": OptimizerSettings(matrices="shampoo", shampoo=ShampooConfig(eps=1e-6)),
+    "normuon": OptimizerSettings(matrices="normuon", matrix=NorMuonConfig()),
+    "shampoo": OptimizerSettings(matrices="shampoo", matrix=ShampooConfig(eps=1e-6)),
     "soap": OptimizerSettings(
-        matrices="soap", soap=SoapConfig(precondition_frequency=2, null_space="fixed")
+        matrices="soap", matrix=SoapConfig(precondition_frequency=2, null_space="fixed")
     ),
 }
 # replicas, tp, ZeRO stage, whether every rank of a replica works on every matrix

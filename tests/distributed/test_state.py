@@ -35,7 +35,7 @@ def make(stage: int, threshold: int) -> Runtime:
             unit_threshold=threshold,
             seed=SEED,
             optimizer=OptimizerSettings(
-                clip=CASE.clip, adamw=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8)
+                clip=CASE.clip, rest=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8)
             ),
         ),
     )

@@ -28,8 +28,8 @@ def owner_weights(stage: int) -> dict[str, torch.Tensor]:
             seed=SEED,
             optimizer=OptimizerSettings(
                 clip=0.0,
-                muon=MuonConfig.torch_preset(),
-                adamw=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8),
+                matrix=MuonConfig.torch_preset(),
+                rest=AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8),
             ),
         ),
     )

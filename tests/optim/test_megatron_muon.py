@@ -28,7 +28,7 @@ from megamuon.optim import (
     orthogonalize,
     update_scale,
 )
-from megamuon.training.builders import muon_config
+from megamuon.training.builders import optimizer_settings
 from tests.support.command_lines import parse, problems
 from tools.reference_training import model_config
 
@@ -227,7 +227,7 @@ def test_what_is_a_matrix() -> None:
 def test_megatrons_names_on_the_command_line(given: str, taken: str) -> None:
     parsed = parse(f"--muon-coefficient-type {given} --muon-num-ns-steps 6")
     assert parsed.config.optimizer.muon_coefficient_type == taken
-    assert muon_config(parsed.config).newton_schulz.coefficients == taken
+    assert optimizer_settings(parsed.config).newton_schulz.coefficients == taken
     assert any(given in note for note in parsed.notes) == (given != taken)
 
 

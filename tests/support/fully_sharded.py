@@ -62,7 +62,7 @@ def config(zero_stage: int = 3, matrices: str = "adam", **changes: Any) -> Runti
         master_dtype=wide,
         unit_threshold=2_000,
         seed=SEED,
-        optimizer=OptimizerSettings(matrices=matrices, adamw=ADAMW),
+        optimizer=OptimizerSettings(matrices=matrices, rest=ADAMW),
         **changes,
     )
 

@@ -14,11 +14,11 @@ PACKAGE = "megamuon"
 
 # Floors, from the bottom. A module may import its own floor and those below, never one above.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("kernels", "data", "arguments", "mesh", "matrices", "placements", "console"),
+    ("kernels", "data", "flags", "mesh", "matrices", "placements", "console"),
     ("optim", "ownership", "sharding", "models"),
     ("collectives", "checkpoint"),
     ("runtime",),
-    ("baselines", "tools"),
+    ("arguments", "baselines", "tools"),
     ("training", "metrics", "profiling", PACKAGE),  # the package's own __init__ exports names
     ("entry",),  # pretrain_*.py
 )
@@ -28,12 +28,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "placements": frozenset(),
     "matrices": frozenset({"placements"}),
     "console": frozenset(),
-    "arguments": frozenset(),
+    "flags": frozenset(),
+    # Choices and flags of what is registered, and the defaults of the rooms' own settings.
+    "arguments": frozenset({"flags", "optim", "ownership", "collectives", "runtime"}),
     "mesh": frozenset({"placements"}),
     "ownership": frozenset({"matrices", "placements"}),
-    "optim": frozenset({"matrices", "kernels"}),
+    "optim": frozenset({"matrices", "kernels", "flags"}),
     "sharding": frozenset({"matrices", "placements", "mesh", "kernels"}),
-    "models": frozenset({"matrices", "kernels", "arguments", "data"}),
+    "models": frozenset({"matrices", "kernels", "data"}),
     "collectives": frozenset({"ownership", "kernels", "mesh", "placements"}),
 }
 

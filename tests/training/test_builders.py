@@ -11,13 +11,12 @@ import torch
 from megamuon.arguments import Config, parse_config
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route
 from megamuon.models import PRESETS
-from megamuon.optim import MuonConfig, NorMuonConfig, Schedule, ShampooConfig, SoapConfig
-from megamuon.runtime import RuntimeConfig
+from megamuon.optim import RECIPES, MuonConfig, NorMuonConfig, Schedule, update_scale
+from megamuon.runtime import OptimizerSettings, RuntimeConfig
 from megamuon.training.builders import (
     Grid,
     batches,
     grid,
-    muon_config,
     optimizer_settings,
     rate_of,
     runtime_config,
@@ -103,7 +102,7 @@ def test_weight_decay_schedule() -> None:
 
 
 def test_muon_flags() -> None:
-    made = muon_config(
+    made = optimizer_settings(
         config_of(
             muon_momentum=0.9,
             no_muon_nesterov=True,
@@ -114,7 +113,7 @@ def test_muon_flags() -> None:
             ns_form="gram",
             ns_restarts=[2],
         )
-    )
+    ).matrix
     assert (made.momentum, made.nesterov, made.scale, made.extra_scale) == (
         0.9,
         False,
@@ -127,7 +126,7 @@ def test_muon_flags() -> None:
 
 
 def test_torch_preset_is_torch_optim_muon() -> None:
-    made = muon_config(config_of(muon_preset="torch"))
+    made = optimizer_settings(config_of(muon_preset="torch")).matrix
     wanted = replace(MuonConfig.torch_preset(ns_steps=5), scale="shape_scaling")
     assert made == wanted
 
@@ -178,7 +177,7 @@ def test_runtime_flags() -> None:
     assert (planner.policy, planner.byte_cap) == ("numel", 0.25)
     assert not planner.spread_layers
     assert not planner.balance_rails
-    assert (made.seed, made.optimizer.clip, made.optimizer.adamw.beta2) == (5, 0.5, 0.9)
+    assert (made.seed, made.optimizer.clip, made.optimizer.rest.beta2) == (5, 0.5, 0.9)
     even = runtime_config(config_of(optimizer="adam", param_layout="even", owner_byte_cap="none"))
     assert not even.owner_layout
     assert even.planner.byte_cap is None
@@ -226,17 +225,26 @@ def test_operators() -> None:
 
 def test_matrix_optimizers() -> None:
     made = optimizer_settings(
+        config_of(optimizer="normuon", muon_momentum=0.8, normuon_beta2=0.9, normuon_eps=1e-9)
+    ).matrix
+    assert (made.muon.momentum, made.beta2, made.eps) == (0.8, 0.9, 1e-9)
+    shampoo = optimizer_settings(
         config_of(
-            optimizer="soap",
-            muon_momentum=0.8,
-            normuon_beta2=0.9,
-            normuon_eps=1e-9,
+            optimizer="shampoo",
             shampoo_beta1=0.5,
             shampoo_beta2=0.75,
             shampoo_eps=1e-7,
             shampoo_precondition_frequency=3,
             shampoo_max_preconditioner_dim=64,
             shampoo_grafting="rmsprop",
+        )
+    ).matrix
+    assert (shampoo.beta1, shampoo.beta2, shampoo.eps) == (0.5, 0.75, 1e-7)
+    assert (shampoo.precondition_frequency, shampoo.max_preconditioner_dim) == (3, 64)
+    assert shampoo.grafting.rule == "rmsprop"
+    settings = optimizer_settings(
+        config_of(
+            optimizer="soap",
             soap_variant="fb",
             soap_beta1=0.6,
             soap_beta2=0.7,
@@ -246,24 +254,28 @@ def test_matrix_optimizers() -> None:
             soap_max_precond_dim=128,
         )
     )
-    assert made.matrices == "soap"
-    assert (made.normuon.muon, made.normuon.beta2, made.normuon.eps) == (made.muon, 0.9, 1e-9)
-    assert made.muon.momentum == 0.8
-    shampoo, soap = made.shampoo, made.soap
-    assert (shampoo.beta1, shampoo.beta2, shampoo.eps) == (0.5, 0.75, 1e-7)
-    assert (shampoo.precondition_frequency, shampoo.max_preconditioner_dim) == (3, 64)
-    assert shampoo.grafting.rule == "rmsprop"
+    assert settings.matrices == "soap"
+    soap = settings.matrix
     assert (soap.variant, soap.beta1, soap.beta2, soap.shampoo_beta) == ("fb", 0.6, 0.7, 0.8)
     assert (soap.eps, soap.precondition_frequency, soap.max_precond_dim) == (1e-6, 4, 128)
 
 
-def test_defaults_of_the_flags_are_those_of_the_optimizers() -> None:
-    made = optimizer_settings(config_of())
-    assert (made.normuon, made.shampoo, made.soap) == (
-        NorMuonConfig(muon=made.muon),
-        ShampooConfig(),
-        SoapConfig(),
-    )
+@pytest.mark.parametrize("name", RECIPES)
+def test_defaults_of_the_flags_are_those_of_the_optimizers(name: str) -> None:
+    made, wanted = optimizer_settings(config_of(optimizer=name)), OptimizerSettings(matrices=name)
+    assert made.rest == wanted.rest
+    if name in ("muon", "normuon"):  # the flags spell Muon's scale as Megatron does
+        schulz = replace(wanted.newton_schulz, steps=5)
+        assert made.newton_schulz == schulz
+        assert len(schulz.polynomials) == len(wanted.newton_schulz.polynomials)
+        scales = [
+            update_scale(muon.scale, 96, 32) * muon.extra_scale
+            for muon in (getattr(s.matrix, "muon", s.matrix) for s in (made, wanted))
+        ]
+        assert scales[0] == scales[1]
+        muon = MuonConfig(scale="spectral", extra_scale=0.2, newton_schulz=schulz)
+        wanted = replace(wanted, matrix=muon if name == "muon" else NorMuonConfig(muon=muon))
+    assert made.matrix == wanted.matrix
 
 
 def test_decoupled_learning_rate() -> None:

@@ -9,7 +9,7 @@ from megamuon.arguments import parse_config
 from megamuon.mesh import Mesh
 from megamuon.models import PRESETS
 from megamuon.training.builders import grid, optimizer_settings
-from megamuon.training.descriptions import _RECIPES, describe_grid
+from megamuon.training.descriptions import describe_grid
 from tests.support.training import flags
 
 
@@ -50,4 +50,5 @@ def test_grids() -> None:
 )
 def test_recipes(optimizer: str, words: str) -> None:
     config = parse_config(flags(optimizer=optimizer), presets=PRESETS, world_size=1).config
-    assert words in _RECIPES[optimizer](config, optimizer_settings(config))
+    settings = optimizer_settings(config)
+    assert words in settings.recipe.describe(settings.matrix, config.optimizer)

@@ -89,11 +89,11 @@ def test_gpus_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_choice_reaches_both_optimizers_that_iterate() -> None:
-    made = optimizer_settings(config_of(), ns_cpu_dtype="bf16")
-    assert made.muon.newton_schulz.cpu_dtype == "bf16"
-    assert made.normuon.muon.newton_schulz.cpu_dtype == "bf16"
-    assert made.muon.newton_schulz.dtype == "auto"
-    assert optimizer_settings(config_of()).muon.newton_schulz.cpu_dtype == "fp32"
+    for optimizer in ("muon", "normuon"):
+        config = config_of(optimizer=optimizer)
+        made = optimizer_settings(config, ns_cpu_dtype="bf16").newton_schulz
+        assert (made.cpu_dtype, made.dtype) == ("bf16", "auto")
+        assert optimizer_settings(config).newton_schulz.cpu_dtype == "fp32"
 
 
 def test_what_a_checkpoint_says(tmp_path: Any) -> None:

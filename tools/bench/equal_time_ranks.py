@@ -170,10 +170,11 @@ def runtime_of(
         backend="gloo",
     )
     schulz = NewtonSchulzConfig(cpu_dtype=ns_dtype)  # type: ignore[arg-type]
+    muon = optimizer == "muon"
     settings = OptimizerSettings(
         matrices=OPTIMIZERS[optimizer],
-        muon=MuonConfig(newton_schulz=schulz),
-        adamw=AdamWConfig(beta1=0.9, beta2=BETA2, eps=1e-8),
+        matrix=MuonConfig(newton_schulz=schulz) if muon else None,
+        rest=AdamWConfig(beta1=0.9, beta2=BETA2, eps=1e-8),
         clip=CLIP,
     )
     return build(case, mesh, optimizer=settings)[0]

@@ -113,7 +113,7 @@ class Owners(System):
             unit_threshold=1,
             collectives=self.collectives,
             planner=PlannerSettings(policy=self.planner),
-            optimizer=OptimizerSettings(muon=muon, clip=0.0),
+            optimizer=OptimizerSettings(matrix=muon, clip=0.0),
         )
         self.runtime = shard(self.model, layers=(Layer,), config=config)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -27,13 +27,15 @@ def flag(
     above: float | None = None,
     below: float | None = None,
     parse: Callable[[str], Any] | None = None,
+    choices: Callable[[], Iterable[Any]] | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a flag.
 
     ``names`` are the spellings that set the value (for a bool: set True), ``off_names`` the
     spellings that set a bool False.  ``low``/``high`` are inclusive bounds, ``above``/``below``
     exclusive ones; they hold for every element of a tuple.  ``parse`` replaces the conversion that
-    the annotation implies.
+    the annotation implies.  ``choices()`` gives the allowed values where they are the names of a
+    registry; else a ``Literal`` says them.
     """
     metadata = {
         "help": help,
@@ -44,6 +46,7 @@ def flag(
         "above": above,
         "below": below,
         "parse": parse,
+        "choices": choices,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -59,11 +62,16 @@ class FlagSpec:
     default: Any
     help: str
     value_type: type  # bool, int, float or str: the type of one word
-    choices: tuple[Any, ...] | None
+    listed: tuple[Any, ...] | Callable[[], Iterable[Any]] | None  # choices, or what gives them
     many: bool  # a tuple: one or more words
     optional: bool  # None is a legal value
     bounds: tuple[float | None, float | None, float | None, float | None]  # low, high, above, below
     parse: Callable[[str], Any] | None
+
+    @property
+    def choices(self) -> tuple[Any, ...] | None:
+        """The allowed values as they are now; None where every value of the type is one."""
+        return tuple(self.listed()) if callable(self.listed) else self.listed
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -130,7 +138,7 @@ def flag_specs(component: str, config_class: type) -> tuple[FlagSpec, ...]:
                 default=field.default,
                 help=field.metadata["help"],
                 value_type=value_type,
-                choices=choices,
+                listed=field.metadata["choices"] or choices,
                 many=many,
                 optional=optional,
                 bounds=tuple(field.metadata[key] for key in ("low", "high", "above", "below")),
