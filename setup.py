@@ -31,6 +31,7 @@ EXTRAS = {
     "test": [
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff==0.17.6",
         "transformers>=4.56",
         "matplotlib>=3.8",  # bench/equal_time.py draws by default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankError, run_ranks, run_ranks_outcomes, stacks
+from tests.support.ranks import PRELOAD, RankError, run_ranks, run_ranks_outcomes, stacks
 
 
 def _sum(rank: int, world: int, tensor: torch.Tensor) -> tuple[int, torch.Tensor, str | None, int]:
@@ -37,6 +38,16 @@ def _hang(rank: int, world: int) -> int:
     if rank == 1:
         time.sleep(60)
     return rank
+
+
+def _loaded(rank: int, world: int) -> set[str]:
+    return set(sys.modules)
+
+
+def test_ranks_start_with_the_package_loaded() -> None:
+    # The fork server passes over what it cannot import without a word.
+    (loaded,) = run_ranks(_loaded, 1)
+    assert set(PRELOAD) <= loaded
 
 
 def test_values_come_back_by_rank_with_the_callers_environment(

@@ -43,6 +43,10 @@ PRELOAD = (
     "numpy",
     "safetensors.torch",
     "pytest",
+    # Ours, which would cost each rank half a second.
+    "megamuon.baselines",
+    "megamuon.checkpoint.torch_store",
+    "megamuon.training.pretrain",
 )
 GRACE = 10.0  # seconds that the other ranks get to fail by themselves after the first failure
 TAIL = 4000  # characters of a rank's output shown in an error
