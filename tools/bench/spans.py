@@ -339,7 +339,7 @@ def _attach_fsdp2(line: Line, spans: Spans) -> None:
         before(group, "pre_backward", lambda *_, n=name: spans.backward_reaches(n))
         _attach_fsdp2_gather(group, name, spans)
         around(group, "post_backward", lambda *_, n=name: spans.span("reduce", f"reduce {n}"))
-    around(runtime._step, "_norm", lambda *_: spans.span("compute", "gradient norm"))
+    around(runtime._step, "_reduce_norm", lambda *_: spans.span("compute", "gradient norm"))
     around(runtime._step.optimizer, "update", lambda *_: spans.span("compute", "update all shards"))
 
 
