@@ -1,9 +1,10 @@
-"""The grid of ranks, and the process groups over it.
+"""The mesh of ranks: named axes over one array, and the process groups along them.
 
-Owns the axes: ``replicas`` (the replicate axis: one node each), ``shards`` (the shard axis, inside
-a replica) and ``tp`` (tensor parallelism, innermost); global rank = (replica * shards + shard) * tp
-+ tp rank. Invariant: a Mesh is frozen and the same on every rank but for ``rank``, ``local_rank``
-and ``device``; FSDP is one replica. Nothing outside this file reads the launcher's environment
+Owns the axes (``placements.Axis``) and their order: global rank = (replica * shards + shard) * tp +
+tp rank; context and expert parallelism divide the shard axis. Every group and every place on an
+axis is an index expression over that array (``GROUPS``); nobody else computes with ranks.
+Invariant: a Mesh is frozen and the same on every rank but for ``rank``, ``local_rank`` and
+``device``; FSDP is one replica. Nothing outside this file reads the launcher's environment
 variables. Tested by ``tests/test_mesh.py`` and ``tests/distributed/test_grid.py``.
 """
 
@@ -13,17 +14,31 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import cached_property
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from megamuon.placements import Axis
+
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
-# Axis -> the dims of a (replicas, shards, tp) array of ranks along which its groups run.
-AXES = {"replicate": (0,), "shard": (1,), "data": (0, 1), "tp": (2,), "world": (0, 1, 2)}
+# Groups, and the axes of the array of ranks along which the members of one lie. ``sample`` is what
+# context parallelism leaves of the shard axis, ``expert_shard`` what expert parallelism leaves.
+GROUPS: dict[str, tuple[str, ...]] = {
+    Axis.REPLICATE: (Axis.REPLICATE,),  # a rail: the ranks of one shard in all replicas
+    Axis.SHARD: (Axis.SHARD,),  # a replica, at one tp rank
+    Axis.EP: (Axis.EP,),  # ranks that have all experts between them
+    "expert_shard": ("expert_shard",),  # ranks of a replica that have the same experts
+    Axis.CP: (Axis.CP,),  # ranks that have one sample's positions between them
+    Axis.TP: (Axis.TP,),
+    "places": (Axis.REPLICATE, Axis.SHARD),  # what plans, owners and leaders count
+    "samples": (Axis.REPLICATE, "sample"),  # what samplers, batch sizes, losses and means count
+    "world": (Axis.REPLICATE, Axis.SHARD, Axis.TP),
+}
 
 
 class MeshError(ValueError):
@@ -31,76 +46,165 @@ class MeshError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mesh:
-    """Where this process stands."""
+class MeshShape:
+    """Sizes of the axes, outermost first, and the array of ranks that they index.
+
+    ``cp`` and ``ep`` are the fastest inside the shard axis, each by itself: shard = sample * cp +
+    cp rank, and shard = expert shard * ep + ep rank. Raises MeshError for sizes that do not fit.
+    """
+
+    replicas: int = 1  # of HSDP; 1 is FSDP
+    shards: int = 1  # shard ranks of a replica, those of ep and cp among them
+    ep: int = 1  # expert-parallel ranks
+    cp: int = 1  # context-parallel ranks
+    tp: int = 1  # tensor-parallel ranks behind each shard rank
+
+    def __post_init__(self) -> None:
+        for field in fields(MeshShape):
+            if getattr(self, field.name) < 1:
+                raise MeshError(
+                    f"a mesh with {field.name} = {getattr(self, field.name)}: give 1 or more"
+                )
+        for axis in (Axis.EP, Axis.CP):
+            if self.shards % getattr(self, axis):
+                raise MeshError(
+                    f"a mesh with {axis} = {getattr(self, axis)}: does not divide its"
+                    f" {self.shards} shards"
+                )
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.replicas * self.shards * self.tp
+
+    @property
+    def places(self) -> int:
+        """Places (replica, shard): what plans, owners and leaders count. The ``tp`` ranks of one
+        hold the pieces of what tensor parallelism cuts.
+        """
+        return self.replicas * self.shards
+
+    @property
+    def sample_ranks(self) -> int:
+        """Ranks with samples of their own: what samplers, batch sizes, losses and means count. The
+        context and tensor-parallel ranks of one see the same samples.
+        """
+        return self.places // self.cp
+
+    @property
+    def of_places(self) -> MeshShape:
+        """The same mesh with one rank for each place."""
+        return MeshShape(replicas=self.replicas, shards=self.shards, ep=self.ep, cp=self.cp)
+
+    @cached_property
+    def _views(self) -> tuple[dict[str, int], ...]:
+        """The array of ranks as ordered lists of named axes, outermost first."""
+        outer, inner = {Axis.REPLICATE: self.replicas}, {Axis.TP: self.tp}
+        return (
+            {**outer, Axis.SHARD: self.shards, **inner},
+            {**outer, "sample": self.shards // self.cp, Axis.CP: self.cp, **inner},
+            {**outer, "expert_shard": self.shards // self.ep, Axis.EP: self.ep, **inner},
+        )
+
+    def groups_along(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Ranks of all groups of ``GROUPS[name]``, each in the order of its axes.
+
+        Raises MeshError for a name that is not there.
+        """
+        view, along = self._view(name)
+        ranks = np.arange(self.size).reshape(tuple(view.values()))
+        length = math.prod(ranks.shape[axis] for axis in along)
+        moved = np.moveaxis(ranks, along, range(-len(along), 0)).reshape(-1, length)
+        return tuple(tuple(group) for group in moved.tolist())
+
+    def group_of(self, name: str, rank: int) -> tuple[int, ...]:
+        """The one among ``groups_along(name)`` that ``rank`` is in."""
+        return next(group for group in self.groups_along(name) if rank in group)
+
+    def index_of(self, name: str, rank: int) -> int:
+        """Where in its group along ``name`` ``rank`` is."""
+        view, along = self._view(name)
+        at, sizes = np.unravel_index(rank, tuple(view.values())), tuple(view.values())
+        return int(
+            np.ravel_multi_index([at[axis] for axis in along], [sizes[axis] for axis in along])
+        )
+
+    def _view(self, name: str) -> tuple[dict[str, int], list[int]]:
+        """The view that has all axes of a group, and where they are in it."""
+        if name not in GROUPS:
+            raise MeshError(f"axis {name!r}: choose one of {', '.join(GROUPS)}")
+        wanted = GROUPS[name]
+        view = next(view for view in self._views if view.keys() >= set(wanted))
+        return view, [list(view).index(axis) for axis in wanted]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(MeshShape):
+    """Where this process stands in a mesh."""
 
     world_size: int
     rank: int
     local_rank: int
-    replicas: int  # replicas (HSDP); 1 is FSDP
-    shards: int  # shard ranks of a replica
-    tp: int = 1  # tensor-parallel ranks behind each shard rank
     device: torch.device
     backend: str  # of the process group, as torch.distributed names it
 
     def __post_init__(self) -> None:
-        sizes = (self.replicas, self.shards, self.tp)
-        if min(sizes) < 1 or math.prod(sizes) != self.world_size:
+        super().__post_init__()
+        if self.size != self.world_size:
             raise MeshError(
                 f"a grid of {self.replicas} replicas x {self.shards} shards x {self.tp}"
                 f" tensor-parallel ranks does not hold {self.world_size} ranks"
             )
         if not 0 <= self.rank < self.world_size:
             raise MeshError(f"rank {self.rank} is outside a world of {self.world_size}")
+        for axis, word in ((Axis.EP, "expert"), (Axis.CP, "context")):
+            if getattr(self, axis) > 1:
+                raise MeshError(
+                    f"a mesh with {axis} = {getattr(self, axis)}: {word} parallelism is not in this"
+                    " version, leave it at 1"
+                )
 
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that see different samples."""
-        return self.replicas * self.shards
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place among them; the tensor-parallel ranks of a place share it."""
-        return self.rank // self.tp
-
-    @property
+    @cached_property
     def replica(self) -> int:
         """This rank's replica."""
-        return self.data_parallel_rank // self.shards
+        return self.index_of(Axis.REPLICATE, self.rank)
 
-    @property
+    @cached_property
     def shard(self) -> int:
         """This rank's shard."""
-        return self.data_parallel_rank % self.shards
+        return self.index_of(Axis.SHARD, self.rank)
 
-    @property
+    @cached_property
+    def place(self) -> int:
+        """This rank's place among ``places``; its tensor-parallel partners share it."""
+        return self.index_of("places", self.rank)
+
+    @cached_property
+    def sample_rank(self) -> int:
+        """This rank's place among ``sample_ranks``; those that see the same samples share it."""
+        return self.index_of("samples", self.rank)
+
+    @cached_property
     def tp_rank(self) -> int:
         """This rank's place on the tensor-parallel axis."""
-        return self.rank % self.tp
+        return self.index_of(Axis.TP, self.rank)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank counts its samples' losses, for all ranks that see the same samples."""
+        return self.tp_rank == 0 and self.index_of(Axis.CP, self.rank) == 0
 
     @property
     def is_last(self) -> bool:
         """Whether this rank prints log lines and holds the writers."""
         return self.rank == self.world_size - 1
 
-    def axis_ranks(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Global ranks of all groups along ``axis``, each in the order of the axis.
-
-        ``shard``: a replica at a fixed tp rank; ``replicate``: a rail; ``data``: both together,
-        rank by rank; ``tp``; ``world``: everybody, one group.
-        """
-        grid = np.arange(self.world_size).reshape(self.replicas, self.shards, self.tp)
-        if axis not in AXES:
-            raise MeshError(f"axis {axis!r}: choose one of {', '.join(AXES)}")
-        moved = np.moveaxis(grid, AXES[axis], range(-len(AXES[axis]), 0))
-        length = math.prod(grid.shape[place] for place in AXES[axis])
-        return tuple(tuple(int(r) for r in group) for group in moved.reshape(-1, length))
-
 
 def new_group(
     mesh: Mesh, axis: str, *, ranks: Sequence[int] | None = None
 ) -> dist.ProcessGroup | None:
-    """A fresh process group of this rank along ``axis``; None where it would be alone.
+    """A fresh process group of this rank along ``axis``, one of ``GROUPS``; None where it would be
+    alone.
 
     A collective over all ranks, each of which makes the same calls in the same order. ``ranks``
     are the global ranks of the grid's places where the grid is not the whole world; they ascend,
@@ -109,7 +213,7 @@ def new_group(
     if ranks is not None and list(ranks) != sorted(set(ranks)):
         raise MeshError(f"ranks {list(ranks)} of a grid must ascend")
     mine = None
-    for members in mesh.axis_ranks(axis):
+    for members in mesh.groups_along(axis):
         if len(members) == 1:
             continue
         named = [members[i] if ranks is None else ranks[members[i]] for i in range(len(members))]
@@ -190,6 +294,29 @@ def local_world_size(environment: Mapping[str, str] | None = None) -> int | None
     if size < 1:
         raise MeshError(f"LOCAL_WORLD_SIZE={size}: a node has at least the rank that reads this")
     return size
+
+
+def launched_local_rank(environment: Mapping[str, str] | None = None) -> int | None:
+    """This process's number on its node; None where the launcher does not say.
+
+    Raises MeshError for a LOCAL_RANK that is no number.
+    """
+    source = os.environ if environment is None else environment
+    return _integer(source, "LOCAL_RANK") if "LOCAL_RANK" in source else None
+
+
+def launched_as(environment: Mapping[str, str] | None = None) -> tuple[str, bool]:
+    """What the launcher calls this rank, for messages, and whether it is the first on its node.
+
+    Raises nothing, so that what is wrong with the variables can be said.
+    """
+    source = os.environ if environment is None else environment
+    return source.get("RANK", "0"), source.get("LOCAL_RANK", "0") == "0"
+
+
+def launcher_keeps_store() -> bool:
+    """Whether the ranks meet in a store of the launcher's, which outlives them (torchrun's)."""
+    return bool(os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
 
 
 def initialise(

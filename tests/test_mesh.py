@@ -12,10 +12,14 @@ import torch
 import torch.distributed as dist
 
 from megamuon.mesh import (
+    GROUPS,
     Mesh,
     MeshError,
+    MeshShape,
     destroy,
     initialise,
+    launched_as,
+    launched_local_rank,
     local_world_size,
     mesh_from_environment,
 )
@@ -39,38 +43,107 @@ def test_without_a_launcher_the_world_is_one_cpu_rank() -> None:
     assert mesh.is_last
 
 
-def test_rows_and_columns_of_a_replicated_mesh() -> None:
+def test_replicas_and_shards_of_a_mesh() -> None:
     mesh = mesh_from_environment(replicas=2, environment=variables(6, 8, 2), gpus=0)
     assert (mesh.shards, mesh.replica, mesh.shard, mesh.tp_rank) == (4, 1, 2, 0)
-    assert (mesh.data_parallel_rank, mesh.data_parallel_size) == (6, 8)
-    assert mesh.axis_ranks("shard") == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert mesh.axis_ranks("replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert mesh.axis_ranks("data") == mesh.axis_ranks("world") == (tuple(range(8)),)
-    assert mesh.axis_ranks("tp") == tuple((rank,) for rank in range(8))
+    assert (mesh.place, mesh.places) == (6, 8)
+    assert mesh.groups_along("shard") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert mesh.groups_along("replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert mesh.groups_along("places") == mesh.groups_along("world") == (tuple(range(8)),)
+    assert mesh.groups_along("tp") == tuple((rank,) for rank in range(8))
     assert not mesh.is_last
 
 
 def test_tensor_parallel_ranks_are_neighbours() -> None:
     mesh = mesh_from_environment(replicas=2, tp=2, environment=variables(7, 12, 7), gpus=0)
     assert (mesh.shards, mesh.replica, mesh.shard, mesh.tp_rank) == (3, 1, 0, 1)
-    assert (mesh.data_parallel_rank, mesh.data_parallel_size) == (3, 6)
-    assert mesh.axis_ranks("tp") == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
-    assert mesh.axis_ranks("shard") == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
-    assert mesh.axis_ranks("replicate") == ((0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11))
-    assert mesh.axis_ranks("data") == ((0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11))
-    assert mesh.axis_ranks("world") == (tuple(range(12)),)
+    assert (mesh.place, mesh.places) == (3, 6)
+    assert mesh.groups_along("tp") == ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9), (10, 11))
+    assert mesh.groups_along("shard") == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
+    assert mesh.groups_along("replicate") == ((0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11))
+    assert mesh.groups_along("places") == ((0, 2, 4, 6, 8, 10), (1, 3, 5, 7, 9, 11))
+    assert mesh.groups_along("world") == (tuple(range(12)),)
     with pytest.raises(MeshError, match="axis 'column': choose one of"):
-        mesh.axis_ranks("column")
+        mesh.groups_along("column")
 
 
 def test_a_place_in_every_group_is_the_place_on_its_axis() -> None:
     for rank in range(12):
         mesh = mesh_from_environment(replicas=2, tp=2, environment=variables(rank, 12, 0), gpus=0)
         places = {"shard": mesh.shard, "replicate": mesh.replica, "tp": mesh.tp_rank, "world": rank}
-        places["data"] = mesh.data_parallel_rank
+        places["places"] = mesh.place
         for axis, place in places.items():
-            (group,) = [ranks for ranks in mesh.axis_ranks(axis) if rank in ranks]
+            (group,) = [ranks for ranks in mesh.groups_along(axis) if rank in ranks]
             assert group.index(rank) == place
+
+
+@pytest.mark.parametrize(
+    ("replicas", "shards", "ep", "cp", "tp"),
+    [(1, 4, 2, 2, 1), (2, 8, 4, 2, 2), (2, 12, 3, 4, 1), (1, 6, 6, 3, 2), (3, 2, 1, 2, 3)],
+)
+def test_context_and_expert_ranks_are_neighbours_in_the_shard_axis(
+    replicas: int, shards: int, ep: int, cp: int, tp: int
+) -> None:
+    """shard = d * C + c with c fastest, and shard = x * E + e with e fastest; rank = (replica * K +
+    shard) * T + t.
+    """
+    shape = MeshShape(replicas=replicas, shards=shards, ep=ep, cp=cp, tp=tp)
+    found: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for rank in range(shape.size):
+        place, t = divmod(rank, tp)
+        replica, shard = divmod(place, shards)
+        (d, c), (x, e) = divmod(shard, cp), divmod(shard, ep)
+        fixed = {
+            ("replicate", (shard, t)): replica,
+            ("shard", (replica, t)): shard,
+            ("cp", (replica, d, t)): c,
+            ("ep", (replica, x, t)): e,
+            ("expert_shard", (replica, e, t)): x,
+            ("tp", (place,)): t,
+            ("places", (t,)): place,
+            ("samples", (c, t)): replica * (shards // cp) + d,
+            ("world", ()): rank,
+        }
+        assert {name for name, _ in fixed} == GROUPS.keys()
+        for key, index in fixed.items():
+            assert shape.index_of(key[0], rank) == index
+            assert len(found.setdefault(key, [])) == index  # groups are in the order of the axis
+            found[key].append(rank)
+    for name in GROUPS:
+        wanted = [tuple(group) for (other, _), group in found.items() if other == name]
+        assert sorted(shape.groups_along(name)) == sorted(wanted)
+        for group in wanted:
+            assert all(shape.group_of(name, rank) == group for rank in group)
+    assert shape.places == replicas * shards
+    assert shape.sample_ranks == len(shape.groups_along("samples")[0]) == replicas * shards // cp
+    assert shape.of_places.groups_along("shard") == tuple(
+        tuple(range(r * shards, (r + 1) * shards)) for r in range(replicas)
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"cp": 2}, "a mesh with cp = 2: context parallelism is not in this version"),
+        ({"ep": 4}, "a mesh with ep = 4: expert parallelism is not in this version"),
+        ({"cp": 3}, "a mesh with cp = 3: does not divide its 4 shards"),
+        ({"ep": 0}, "a mesh with ep = 0: give 1 or more"),
+    ],
+)
+def test_context_and_expert_axes_are_closed(sizes: dict[str, int], message: str) -> None:
+    place = {"world_size": 4, "rank": 0, "local_rank": 0, "shards": 4, "backend": "gloo"}
+    with pytest.raises(MeshError, match=message):
+        Mesh(**place, **sizes, device=torch.device("cpu"))
+
+
+def test_one_rank_speaks_for_the_samples_that_its_partners_see_too() -> None:
+    meshes = [
+        mesh_from_environment(replicas=2, tp=2, environment=variables(rank, 8, 0), gpus=0)
+        for rank in range(8)
+    ]
+    assert [mesh.rank for mesh in meshes if mesh.speaks] == [0, 2, 4, 6]
+    assert [mesh.sample_rank for mesh in meshes] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert {mesh.sample_ranks for mesh in meshes} == {4}
 
 
 def test_a_grid_must_hold_its_ranks() -> None:
@@ -95,6 +168,15 @@ def test_the_ranks_of_a_node() -> None:
     for value, message in (("0", "LOCAL_WORLD_SIZE=0"), ("x", "LOCAL_WORLD_SIZE='x' is not an")):
         with pytest.raises(MeshError, match=message):
             local_world_size({"LOCAL_WORLD_SIZE": value})
+
+
+def test_what_the_launcher_calls_a_rank() -> None:
+    assert (launched_local_rank({}), launched_as({})) == (None, ("0", True))
+    assert launched_local_rank(variables(5, 8, 1)) == 1
+    assert launched_as(variables(5, 8, 1)) == ("5", False)
+    assert launched_as({"RANK": "x", "LOCAL_RANK": "0"}) == ("x", True)  # to say what is wrong
+    with pytest.raises(MeshError, match="LOCAL_RANK='x' is not an integer"):
+        launched_local_rank({"LOCAL_RANK": "x"})
 
 
 def test_gpus_are_used_where_there_are_any_and_cpu_on_request() -> None:

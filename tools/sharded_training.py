@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.matrices import Placement
-from megamuon.mesh import Mesh, new_group
+from megamuon.mesh import Mesh, MeshShape, new_group
 from megamuon.models import GPT, PRESETS
 from megamuon.optim import AdamWConfig
 from megamuon.ownership import PlannerSettings
@@ -65,7 +65,12 @@ class Case:
     @property
     def ranks(self) -> int:
         """Processes."""
-        return self.replicas * self.shards * self.tp
+        return self.shape.size
+
+    @property
+    def shape(self) -> MeshShape:
+        """The axes of its ranks."""
+        return MeshShape(replicas=self.replicas, shards=self.shards, tp=self.tp)
 
     @property
     def sharding(self) -> str:
@@ -89,7 +94,7 @@ class Case:
         if self.line == "A":
             training = replace(training, optimizer="adam")
         if PRESETS[training.model].get("num_experts"):
-            return replace(training, places=self.replicas * self.shards)
+            return replace(training, places=self.shape.sample_ranks)
         return training
 
     @property
@@ -272,7 +277,7 @@ def _refuse_grouped_calls(runtime: Any, case: Case) -> None:
 def _passes(runtime: Any, case: Case, mesh: Mesh, step: int) -> float:
     """All forward and backward passes of a step; the mean loss over ranks and micro-batches."""
     training = case.training
-    place, places = mesh.data_parallel_rank, mesh.data_parallel_size
+    place, places = mesh.sample_rank, mesh.sample_ranks
     tokens, labels = (part.chunk(training.accumulation) for part in batch_of(step, training))
     total = torch.zeros(1, dtype=torch.float64)
     for index, parts in enumerate(zip(tokens, labels, strict=True)):
@@ -360,7 +365,7 @@ def run_cases(
         mine = fault if rank == 0 and index == 0 else None
         ours, placements = train(case, rank, mine)
         theirs = torch.load(references[case.reference], weights_only=True)
-        difference = compare(ours, theirs, placements, rank % case.tp)
+        difference = compare(ours, theirs, placements, case.shape.index_of("tp", rank))
         difference = replace(difference, seconds=time.perf_counter() - started)
         found.append(difference)
         if report is not None:

@@ -90,8 +90,8 @@ def trace_events(ranks: Sequence[tuple[float, list[Span]]], case: Case) -> list[
     )
     events: list[dict[str, Any]] = []
     for rank, ((_, spans), offset) in enumerate(zip(ranks, offsets, strict=True)):
-        place, tp_rank = divmod(rank, case.tp)
-        replica, shard = divmod(place, case.shards)
+        axes = ("replicate", "shard", "tp")
+        replica, shard, tp_rank = (case.shape.index_of(axis, rank) for axis in axes)
         title = f"rank {rank} (replica {replica}, shard {shard}, tp rank {tp_rank})"
         events.append(_metadata("process_name", rank, 0, name=title))
         events.append(_metadata("process_sort_index", rank, 0, sort_index=rank))

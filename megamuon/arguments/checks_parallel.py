@@ -8,7 +8,7 @@ changes anything. Tested by ``tests/arguments/test_validate_parallel.py``.
 from __future__ import annotations
 
 from megamuon.arguments.config import Config
-from megamuon.arguments.derive import data_parallel_size
+from megamuon.arguments.derive import places
 from megamuon.arguments.facts import Facts
 from megamuon.optim.registry import RECIPES
 
@@ -17,7 +17,7 @@ def check_grid(config: Config, facts: Facts) -> list[str]:
     """Ranks must divide into replicas, shards and tensor-parallel ranks."""
     flags, problems = config.parallel, []
     tp, size, world = flags.tensor_model_parallel_size, flags.shard_size, facts.world_size
-    ranks = data_parallel_size(tp, world)
+    ranks = places(tp, world)
     if ranks is None and tp > 0:
         problems.append(
             f"--tensor-model-parallel-size {tp}: does not divide the {world} ranks; choose a"

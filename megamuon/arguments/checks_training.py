@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from megamuon.arguments.config import Config, specs_by_dest, values_from_config
-from megamuon.arguments.derive import data_parallel_size
+from megamuon.arguments.derive import sample_ranks
 from megamuon.arguments.facts import Facts
 
 
@@ -140,7 +140,7 @@ def _check_batch(kind: str, batch: int | None, micro: int | None, world: int) ->
 def check_batches(config: Config, facts: Facts) -> list[str]:
     """Global batches must be whole numbers of micro-batches on every rank."""
     training, validation = config.training, config.validation
-    ranks = data_parallel_size(config.parallel.tensor_model_parallel_size, facts.world_size)
+    ranks = sample_ranks(config.parallel.tensor_model_parallel_size, facts.world_size)
     problems: list[str] = []
     if ranks is not None:  # else that is a problem of its own
         problems += _check_batch("", training.global_batch_size, training.micro_batch_size, ranks)

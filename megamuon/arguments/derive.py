@@ -30,10 +30,19 @@ def _model(values: dict[str, Any]) -> None:
         values["num_query_groups"] = heads  # readers need one field, whatever the attention
 
 
-def data_parallel_size(tensor_parallel_size: int, world_size: int) -> int | None:
-    """Ranks that see different samples; None where the ranks do not divide."""
+def places(tensor_parallel_size: int, world_size: int) -> int | None:
+    """Ranks less their tensor-parallel partners, which replicas and shards are made of; None where
+    the ranks do not divide.
+    """
     whole = tensor_parallel_size > 0 and world_size % tensor_parallel_size == 0
     return world_size // tensor_parallel_size if whole else None
+
+
+def sample_ranks(tensor_parallel_size: int, world_size: int) -> int | None:
+    """Ranks with samples of their own, which batches are made of (Megatron's data-parallel size);
+    None where the ranks do not divide. Every place is one without context parallelism.
+    """
+    return places(tensor_parallel_size, world_size)
 
 
 def _shards(values: dict[str, Any], facts: Facts) -> None:
@@ -42,7 +51,7 @@ def _shards(values: dict[str, Any], facts: Facts) -> None:
         return
     if "shard_size" not in facts.unusable:
         local = facts.local_world_size or facts.world_size
-        values["shard_size"] = data_parallel_size(values["tensor_model_parallel_size"], local)
+        values["shard_size"] = places(values["tensor_model_parallel_size"], local)
 
 
 def _even_slices(values: dict[str, Any], facts: Facts) -> list[str]:
@@ -56,7 +65,7 @@ def _even_slices(values: dict[str, Any], facts: Facts) -> list[str]:
 
 def _batches(values: dict[str, Any], world_size: int) -> None:
     micro = values["micro_batch_size"]
-    ranks = data_parallel_size(values["tensor_model_parallel_size"], world_size)
+    ranks = sample_ranks(values["tensor_model_parallel_size"], world_size)
     if values["global_batch_size"] is None and micro is not None and micro > 0:
         values["global_batch_size"] = micro * (ranks or world_size)
     if values["eval_micro_batch_size"] is None:

@@ -62,7 +62,7 @@ class FullyShardedRuntime(TrainableRuntime):
     ) -> None:
         self.model = model
         self.plan = plan
-        self.rank = mesh.data_parallel_rank
+        self.rank = mesh.place
         self.config = config
         self.mesh = mesh
         self.exchange = exchange

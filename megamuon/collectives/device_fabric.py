@@ -101,9 +101,9 @@ class DeviceFabric:
             group,
             "the fabric",
         )
-        ids = self._exchange_ids(library, mesh.data_parallel_rank)
+        ids = self._exchange_ids(library, mesh.place)
         self._engines: dict[str, DeviceEngine] = {}
-        self._together(lambda: self._connect(library, ids, mesh.data_parallel_rank))
+        self._together(lambda: self._connect(library, ids, mesh.place))
         self._operators: dict[str, DeviceOperator] = {
             name: KINDS[self._configs[name].kind](engine, name, streams)
             for name, engine in self._engines.items()

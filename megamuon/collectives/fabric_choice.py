@@ -35,7 +35,7 @@ OPERATOR_RUNGS = ("lsa", "multimem")
 
 def build_ready(settings: TransportSettings) -> Transport:
     """Grouped calls, and over them the operators where there is a fabric for them.  A collective
-    over the data-parallel ranks.
+    over the places of the mesh.
 
     Raises ValueError without ``settings.grid``, and MeshError where it names a fabric that cannot
     be had.
@@ -58,7 +58,7 @@ def build_ready(settings: TransportSettings) -> Transport:
 def choose_fabric(grid: OperatorGrid) -> Fabric | str:
     """The fabric that ``grid`` asks for, or why there is none.  A collective."""
     mesh, device, group = grid.mesh, grid.device, grid.new_group()
-    alone = mesh.data_parallel_size == 1
+    alone = mesh.places == 1
     if grid.fabric == "auto" and device.type == "cuda" and not alone:
         return _unverified(group)
     if alone and (grid.fabric != "nccl" or device.type == "cuda"):

@@ -34,7 +34,7 @@ MIB = 1 << 20
 class HostFabric:
     """Engine and operators of a grid. Making it is collective over ``group``.
 
-    ``group`` holds the data-parallel ranks of one tensor-parallel rank, in order of replicas, then
+    ``group`` holds the places of one tensor-parallel rank, in order of replicas, then
     shards (None: a world of one). ``rails``: parameters and tiles of the rail that has most, for
     the publish; (0, 0) where there is none. Raises SymmetricMemoryUnavailable where the ranks
     cannot share memory.
@@ -79,10 +79,8 @@ class HostFabric:
             end += aligned(library().operator_control_bytes(placed[name]))
         self._control = SymmetricMemory(group, end, label="control")
         rank = self._control.rank
-        if rank != mesh.data_parallel_rank:
-            raise CollectiveError(
-                f"rank {rank} of the group is place {mesh.data_parallel_rank} of the grid"
-            )
+        if rank != mesh.place:
+            raise CollectiveError(f"rank {rank} of the group is place {mesh.place} of the grid")
         self.engine = HostEngine(
             rank=rank,
             control=self._control.bases,

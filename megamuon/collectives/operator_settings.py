@@ -1,7 +1,7 @@
 """The settings and shapes of the operators of a grid, whichever library moves their bytes.
 
 Owns ``ReadySettings``, ``OperatorGrid``, ``Nodes`` and ``OperatorConfig``: frozen values, equal on
-all ranks. A grid is R replicas (nodes) x K shards of data-parallel ranks. Tested by
+all ranks. A grid is R replicas (nodes) x K shards. Tested by
 ``tests/distributed/test_ready.py`` and ``tests/collectives/test_host_library.py``.
 """
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megamuon.mesh import Mesh
+from megamuon.placements import Axis
 
 OPERATOR_KINDS = ("all_gather", "reduce_scatter", "publish")
 
@@ -44,7 +45,7 @@ class OperatorGrid:
     device: torch.device
     fabric: str  # what ``--fabric`` names
     settings: ReadySettings
-    # A fresh communicator of the data-parallel ranks; a collective.
+    # A fresh communicator of the mesh's places; a collective.
     new_group: Callable[[], dist.ProcessGroup | None]
     # Parameters and publish tiles of the rail that has most; (0, 0): nothing is published.
     rails: tuple[int, int] = (0, 0)
@@ -121,29 +122,34 @@ def operator_configs(
     there is none. ``groups``: thread groups that share an operator's queues. Control memory is
     still to be placed.
     """
-    replica_ranks = tuple(mesh.replica * mesh.shards + k for k in range(mesh.shards))
-    rail_ranks = tuple(r * mesh.shards + mesh.shard for r in range(mesh.replicas))
+    places = mesh.of_places
     gather = OperatorConfig(
         kind="all_gather",
         nodes=nodes.per_replica,
         columns=nodes.size,
-        ranks=replica_ranks,
+        ranks=places.group_of(Axis.SHARD, mesh.place),
         control_offset=0,
         slots=settings.slots,
         chunk_bytes=settings.chunk_bytes,
         groups=groups,
         star_bytes=settings.star_bytes // nodes.size,
     )
-    everybody = tuple(range(mesh.replicas * mesh.shards))
     configs = {
         "gather": gather,
         "reduce": replace(
-            gather, kind="reduce_scatter", nodes=mesh.replicas * nodes.per_replica, ranks=everybody
+            gather,
+            kind="reduce_scatter",
+            nodes=mesh.replicas * nodes.per_replica,
+            ranks=places.group_of("world", mesh.place),
         ),
     }
     if mesh.replicas > 1:
         configs["share"] = rail = replace(
-            gather, nodes=mesh.replicas, columns=1, ranks=rail_ranks, star_bytes=settings.star_bytes
+            gather,
+            nodes=mesh.replicas,
+            columns=1,
+            ranks=places.group_of(Axis.REPLICATE, mesh.place),
+            star_bytes=settings.star_bytes,
         )
         if rails[0]:
             configs["publish"] = replace(

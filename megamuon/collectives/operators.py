@@ -183,7 +183,7 @@ class Fabric(Protocol):
     replica: int
     shard: int
     nodes: Nodes
-    group: dist.ProcessGroup | None  # the data-parallel ranks, in order of replicas, then shards
+    group: dist.ProcessGroup | None  # the places, in order of replicas, then shards
     operators: Operators
     memory: PoolMemory | None  # of gathers and reductions, once it is open
     # Whether an operator that waits occupies the device: then nothing that synchronises the device

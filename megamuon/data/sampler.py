@@ -30,7 +30,7 @@ class SamplerSpec:
     kind: SamplerKind = "single"
     consumed_samples: int = 0
     micro_batch_size: int
-    data_parallel_rank: int = 0
+    data_parallel_rank: int = 0  # among the ranks with samples of their own (Mesh.sample_ranks)
     data_parallel_size: int = 1
     data_sharding: bool = True  # cyclic only: each rank draws from a range of its own
     # cyclic only: micro-batch size and data-parallel ranks of the run's first launch, whose order

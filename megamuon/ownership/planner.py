@@ -74,7 +74,7 @@ class _Grid:
             free[rank] = False
             self.free_counts[layer][rail] -= 1
         shard, replica = divmod(rail * self.depth + rank, self.topology.replicas)
-        return replica * self.topology.shards + shard
+        return self.topology.rank_of(replica=replica, shard=shard)
 
     def _rail(self, layer: str) -> tuple[int, np.ndarray | None]:
         """The rail to use, and which of its ranks the layer may take (None: all of them)."""

@@ -21,9 +21,9 @@ POLICY_NAMES = ("lpt", "numel", "round_robin", *ROLE_POLICIES)
 class Topology:
     """A grid of ranks: ``replicas`` replicas (nodes) times ``shards`` shard ranks (GPUs of a node).
 
-    Rank = replica * shards + shard, counted along the data-parallel axes alone.  FSDP is one
-    replica of N shards; HSDP is R replicas of K shards.  ``tp`` ranks stand behind each of them and
-    hold the pieces of the matrices that tensor parallelism cuts.
+    Rank = replica * shards + shard, which numbers the places of the mesh (``Mesh.place``).  FSDP is
+    one replica of N shards; HSDP is R replicas of K shards.  ``tp`` ranks stand behind each of them
+    and hold the pieces of the matrices that tensor parallelism cuts.
     """
 
     replicas: int
@@ -40,7 +40,7 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """Number of data-parallel ranks."""
+        """Number of places."""
         return self.replicas * self.shards
 
     @property
@@ -55,6 +55,10 @@ class Topology:
     def replica_of(self, rank: int) -> int:
         """Replica (node) of a global rank."""
         return rank // self.shards
+
+    def rank_of(self, *, replica: int, shard: int) -> int:
+        """The rank of a shard in a replica."""
+        return replica * self.shards + shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -138,6 +138,7 @@ def build_parts(
         reducer.reduce,
         schedule=config.schedule,
         several_replicas=mesh.replicas > 1,
+        divisor=mesh.sample_ranks,
         sum_over_tp=(lambda parts: sum_in_order(parts, gradient_group, traffic))
         if mesh.tp > 1
         else None,
@@ -226,7 +227,7 @@ def _transports(
                 device=device,
                 fabric=config.fabric,
                 settings=ready,
-                new_group=lambda: grid.new_group("data"),
+                new_group=lambda: grid.new_group("places"),
                 rails=rails(plan, mesh, config.sent_dtype.itemsize, ready.tile_bytes),
             ),
         ),

@@ -72,7 +72,7 @@ class Runtime(TrainableRuntime):
         self.model = model
         self.plan = plan
         self.mesh = mesh
-        self.rank = mesh.data_parallel_rank
+        self.rank = mesh.place
         self.config = config
         self.groups = groups
         self.engine = engine

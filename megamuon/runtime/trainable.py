@@ -35,7 +35,7 @@ class TrainableRuntime(Protocol):
     plan: OwnershipPlan  # which parameters there are, and where they lie
     config: RuntimeConfig
     mesh: Mesh
-    rank: int  # this rank's data-parallel place
+    rank: int  # this rank's place
     world: dist.ProcessGroup | None  # all ranks; None: one
     buffers: ModuleBuffers
     traffic: Traffic  # bytes that this rank has sent

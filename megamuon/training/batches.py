@@ -79,8 +79,8 @@ class BatchStream:
             kind=self.kind,  # type: ignore[arg-type]
             consumed_samples=self.consumed,
             micro_batch_size=self.micro_batch,
-            data_parallel_rank=self.mesh.data_parallel_rank,
-            data_parallel_size=self.mesh.data_parallel_size,
+            data_parallel_rank=self.mesh.sample_rank,
+            data_parallel_size=self.mesh.sample_ranks,
             layout=self.layout,
         )
         pinned = self.mesh.device.type == "cuda"

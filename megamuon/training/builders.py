@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from megamuon.arguments import Config
+from megamuon.arguments.derive import places
 from megamuon.data.build import DataSpec
 from megamuon.data.tokenizer import Tokenizer, build_tokenizer, pad_id, padded_vocab_size
 from megamuon.matrices import Kind, LogicalParameter
@@ -52,24 +53,25 @@ def grid(config: Config, world_size: int) -> Grid:
     """
     flags = config.parallel
     tp = flags.tensor_model_parallel_size
-    ranks = world_size // tp
+    ranks = places(tp, world_size)
+    assert ranks is not None  # checked with the flags
     shards = flags.shard_size if flags.sharding == "hsdp" and flags.shard_size else ranks
     return Grid(replicas=ranks // shards, shards=shards, tp=tp)
 
 
-def batches(config: Config, data_parallel_size: int) -> Batches:
+def batches(config: Config, sample_ranks: int) -> Batches:
     """Training batches."""
     micro, total = config.training.micro_batch_size, config.training.global_batch_size
     assert micro is not None and total is not None  # both were checked with the flags
-    return Batches(micro=micro, total=total, count=total // (micro * data_parallel_size))
+    return Batches(micro=micro, total=total, count=total // (micro * sample_ranks))
 
 
-def evaluation_batches(config: Config, data_parallel_size: int) -> Batches:
+def evaluation_batches(config: Config, sample_ranks: int) -> Batches:
     """Batches of evaluation."""
     flags = config.validation
     micro, total = flags.eval_micro_batch_size, flags.eval_global_batch_size
     assert micro is not None and total is not None
-    return Batches(micro=micro, total=total, count=total // (micro * data_parallel_size))
+    return Batches(micro=micro, total=total, count=total // (micro * sample_ranks))
 
 
 def train_iterations(config: Config) -> int:

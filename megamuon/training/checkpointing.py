@@ -186,14 +186,14 @@ class RunCheckpoints:
             return
         stored = source.documents["args"].get("parallel", {}).get("tensor_model_parallel_size", 1)
         places, mesh = len(states) // stored, self.mesh
-        if places != mesh.data_parallel_size:
+        if places != mesh.places:
             word = "ranks" if stored == mesh.tp == 1 else "data-parallel ranks"
             self.console.first(
-                f"random states of {places} {word} do not fit {mesh.data_parallel_size} {word}:"
+                f"random states of {places} {word} do not fit {mesh.places} {word}:"
                 " continuing with fresh seeds"
             )
         else:  # the tensor-parallel ranks of a place draw alike, so the first one's serves all
-            restore_rng(states[mesh.data_parallel_rank * stored])
+            restore_rng(states[mesh.place * stored])
 
     def _take_over(self, source: Source, progress: Progress) -> None:
         """The checkpoints of the launches before are this run's to keep and to retire."""

@@ -71,8 +71,8 @@ class Loop:
         self.config = parts.config
         self.progress = parts.progress
         self.steps = train_iterations(parts.config)
-        self.sizes = batches(parts.config, parts.mesh.data_parallel_size)
-        self.evaluation_sizes = evaluation_batches(parts.config, parts.mesh.data_parallel_size)
+        self.sizes = batches(parts.config, parts.mesh.sample_ranks)
+        self.evaluation_sizes = evaluation_batches(parts.config, parts.mesh.sample_ranks)
         self.skip = frozenset(parts.config.fault.iterations_to_skip)
         # Kept over all evaluations: opening a stream is work, and its position is the counter's.
         self._validation: BatchStream | None = None
@@ -314,7 +314,7 @@ class Loop:
         self, split: str, index: int, sizes: Batches, consumed: int, order: DataOrder
     ) -> BatchStream:
         parts = self.parts
-        order.begin((sizes.micro, parts.mesh.data_parallel_size))
+        order.begin((sizes.micro, parts.mesh.sample_ranks))
         return BatchStream(
             parts.datasets[index],
             split=split,

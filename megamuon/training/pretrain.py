@@ -23,7 +23,7 @@ from torch import nn
 from megamuon.arguments import Config, ParsedConfig
 from megamuon.checkpoint import Ranks
 from megamuon.data.summary import describe_data
-from megamuon.mesh import Mesh, initialise, mesh_from_environment
+from megamuon.mesh import Mesh, initialise, launched_local_rank, mesh_from_environment
 from megamuon.metrics import Timers
 from megamuon.models import GPTConfig, flops_per_token
 from megamuon.optim import Schedule, ScheduleConfig
@@ -152,13 +152,13 @@ def _mesh(config: Config) -> Mesh:
         world = mesh_from_environment(device="cpu").world_size
         layout = grid(config, world)
         return mesh_from_environment(replicas=layout.replicas, tp=layout.tp, device=device)
-    world, rank = dist.get_world_size(), dist.get_rank()
+    world, rank, local = dist.get_world_size(), dist.get_rank(), launched_local_rank()
     layout = grid(config, world)
     cuda = "nccl" in dist.get_backend() or (torch.cuda.is_available() and device != "cpu")
     return Mesh(
         world_size=world,
         rank=rank,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_rank=rank if local is None else local,
         replicas=layout.replicas,
         shards=layout.shards,
         tp=layout.tp,
@@ -168,7 +168,7 @@ def _mesh(config: Config) -> Mesh:
 
 
 def seed_everything(config: Config, rank: int) -> None:
-    """Seed Python, NumPy and torch of this data-parallel rank (its tensor-parallel ranks draw
+    """Seed Python, NumPy and torch of this place of the mesh (its tensor-parallel ranks draw
     alike), and choose the kernels that the flags ask for.
 
     Initial weights and data order have seeds of their own; what is left is dropout.
@@ -217,7 +217,7 @@ class _Run:
     def __call__(self) -> None:
         self.phase("comparing the flags of the ranks")
         check_same_flags(self.config)
-        seed_everything(self.config, self.mesh.data_parallel_rank)
+        seed_everything(self.config, self.mesh.place)
         print_config(self.config, self.parsed.notes, self.console)
         set_logging_level(self.config)
         ranks = Ranks.create()

@@ -64,15 +64,15 @@ class Sums:
             self._pairs[name] = self._pairs[name] + flat if name in self._pairs else flat
 
     def reduced(self, mesh: Mesh, extra: list[float]) -> tuple[dict[str, float], list[float]]:
-        """Means over data-parallel ranks by name, and the sums over all ranks of ``extra``.  One
+        """Means over sample ranks by name, and the sums over all ranks of ``extra``.  One
         collective.
 
-        The tensor-parallel ranks of a place have seen the same samples: the first one speaks. All
+        Of the ranks that have seen the same samples one speaks (``Mesh.speaks``). All
         ranks have reported the same names, or none (evaluation that was cut short has).
         """
         numbers = torch.tensor(extra, dtype=torch.float64, device=mesh.device)
         pairs = [pair.to(mesh.device) for pair in self._pairs.values()]
-        if mesh.tp_rank != 0:
+        if not mesh.speaks:
             pairs = [torch.zeros_like(pair) for pair in pairs]
         vector = torch.cat([*pairs, numbers])
         if mesh.world_size > 1:

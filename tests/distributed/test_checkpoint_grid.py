@@ -184,7 +184,7 @@ def build(rank: int, layout: Layout, seed: int = SEED) -> Any:
 
 
 def advance(runtime: Any, steps: range) -> None:
-    place, places = runtime.mesh.data_parallel_rank, runtime.mesh.data_parallel_size
+    place, places = runtime.mesh.sample_rank, runtime.mesh.sample_ranks
     for step in steps:
         tokens, labels = (part.chunk(places)[place] for part in batch_of(step, CASE))
         runtime.model(tokens, labels=labels).mean().backward()

@@ -135,7 +135,7 @@ def _made(
     rank: int, world: int, library: Path, *, replicas: int = 1, **settings: Any
 ) -> tuple[DeviceFabric, Any]:
     mesh = mesh_of(rank, world, replicas=replicas)
-    group = new_group(mesh, "data")
+    group = new_group(mesh, "places")
     loaded, streams = stand_in_parts(library)
     return (
         DeviceFabric(

@@ -129,9 +129,9 @@ def run_stack(rank: int, tp: int) -> dict[str, Any]:
     mesh = grid(rank, 1, 4 // tp, tp=tp)
     width, group, placements = WIDTH, None, None
     if tp > 1:
-        groups = [dist.new_group(list(ranks)) for ranks in mesh.axis_ranks("tp")]
+        groups = [dist.new_group(list(ranks)) for ranks in mesh.groups_along("tp")]
         width = BOUNDS[mesh.tp_rank + 1] - BOUNDS[mesh.tp_rank]
-        group, placements = groups[mesh.data_parallel_rank], stack_placements()
+        group, placements = groups[mesh.place], stack_placements()
     with torch.device("meta"):
         model = Stack(width, group)
     runtime = fully_shard_model(
@@ -139,7 +139,7 @@ def run_stack(rank: int, tp: int) -> dict[str, Any]:
     )
     norms = []
     for step in range(6):
-        mine = stack_inputs(step).chunk(mesh.shards)[mesh.data_parallel_rank]
+        mine = stack_inputs(step).chunk(mesh.shards)[mesh.sample_rank]
         model(mine).square().mean().backward()
         norms.append(runtime.step(1e-2, 0.1).gradient_norm)
     return {
@@ -210,7 +210,7 @@ def run_decoder(rank: int, name: str) -> tuple[list[float], dict[str, Tensor]]:
         placements=placements,
         initial=whole.initialise_,
     )
-    _, norms = advance(runtime, runtime.rank, mesh.data_parallel_size, range(3), Setting(), wd=0.0)
+    _, norms = advance(runtime, runtime.rank, mesh.sample_ranks, range(3), Setting(), wd=0.0)
     return norms, dict(runtime.full_parameters())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megamuon.mesh import AXES, Mesh, MeshError, new_group
+from megamuon.mesh import GROUPS, Mesh, MeshError, new_group
 from tests.support.ranks import run_ranks
 
 GRIDS = {"flat": (1, 4, 1), "replicated": (2, 2, 1), "cut": (1, 2, 2), "tall": (2, 1, 2)}
@@ -39,7 +39,7 @@ def members(group: dist.ProcessGroup | None) -> tuple[int, ...] | None:
 
 def groups(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: {axis: members(new_group(mesh_of(rank, grid), axis)) for axis in AXES}
+        name: {axis: members(new_group(mesh_of(rank, grid), axis)) for axis in GROUPS}
         for name, grid in GRIDS.items()
     }
     # A grid over half of the ranks: everybody makes the same calls.
@@ -62,8 +62,8 @@ def results() -> list[dict[str, Any]]:
 def test_a_rank_gets_the_group_of_its_place(results: list[dict[str, Any]], name: str) -> None:
     for rank, found in enumerate(results):
         mesh = mesh_of(rank, GRIDS[name])
-        for axis in AXES:
-            (expected,) = [ranks for ranks in mesh.axis_ranks(axis) if rank in ranks]
+        for axis in GROUPS:
+            (expected,) = [ranks for ranks in mesh.groups_along(axis) if rank in ranks]
             assert found[name][axis] == (None if len(expected) == 1 else expected)
 
 

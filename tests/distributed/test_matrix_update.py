@@ -66,7 +66,7 @@ def build(rank: int, world: int, name: str, grid: tuple[int, int, int, bool]) ->
 
 
 def train(runtime: Runtime, steps: range) -> list[float]:
-    place, count = runtime.mesh.data_parallel_rank, runtime.mesh.data_parallel_size
+    place, count = runtime.mesh.sample_rank, runtime.mesh.sample_ranks
     norms = []
     for step in steps:
         tokens, labels = (part.chunk(count)[place] for part in batch_of(step, CASE))

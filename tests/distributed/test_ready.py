@@ -113,7 +113,7 @@ def work(rank: int, world: int) -> dict[str, Any]:
     for replicas, shards in GRIDS:
         mesh = mesh_of(rank, world, replicas=replicas)
         gather, reduce, across, data = (
-            new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "data")
+            new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "places")
         )
         settings = ReadySettings(slots=2, chunk_bytes=1024, deadline=60, star_bytes=0)
         for star in (0, 2 << 20):
@@ -158,7 +158,8 @@ def work(rank: int, world: int) -> dict[str, Any]:
                                     s.offset : s.offset + s.numel
                                 ]
                             works.append(transport.all_gather_v(buffer, layout.shards))
-                            works.append(reducer.reduce(given, layout, window, first=call % 2 == 0))
+                            how = {"first": call % 2 == 0, "divisor": world}
+                            works.append(reducer.reduce(given, layout, window, **how))
                         for one in works:
                             one.wait()
                         checked += 1
@@ -201,7 +202,7 @@ def _long_replicas(rank: int, world: int) -> list[str]:
     for replicas, shards, size in LONG_REPLICAS:
         mesh = mesh_of(rank, world, replicas=replicas)
         gather, reduce, across, data = (
-            new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "data")
+            new_group(mesh, axis) for axis in ("shard", "shard", "replicate", "places")
         )
         settings = ReadySettings(slots=2, chunk_bytes=1024, deadline=60, star_bytes=0)
         fabric = HostFabric(mesh, data, settings, node_size=size)
@@ -227,7 +228,7 @@ def _long_replicas(rank: int, world: int) -> list[str]:
                         buffer[own] = wanted[own]
             works = [
                 transport.all_gather_v(buffer, layout.shards),
-                reducer.reduce(slots, layout, window, first=True),
+                reducer.reduce(slots, layout, window, first=True, divisor=world),
             ]
             for one in works:
                 one.wait()

@@ -42,7 +42,7 @@ class Shard:
         self, rank: int, replicas: int, dtype: torch.dtype, *, empty: bool = False
     ) -> None:
         self.mesh = mesh = mesh_of(rank, RANKS, replicas=replicas)
-        data, self.group = new_group(mesh, "data"), new_group(mesh, "replicate")
+        data, self.group = new_group(mesh, "places"), new_group(mesh, "replicate")
         nbytes = LeaderCopies.bytes_of(SIZES, dtype)
         tiles = sum(-(-size * dtype.itemsize // TILE) for size in SIZES.values())
         settings = ReadySettings(slots=2, chunk_bytes=1024, tile_bytes=TILE, deadline=60.0)

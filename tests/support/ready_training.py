@@ -103,7 +103,7 @@ def train(run: Run, mesh: Mesh, collectives: str, **settings: Any) -> dict[str, 
             model, layers=GPT.layer_classes, config=config, mesh=mesh, initial=template.initialise_
         )
     losses, norms = [], []
-    place, places = mesh.data_parallel_rank, mesh.data_parallel_size
+    place, places = mesh.sample_rank, mesh.sample_ranks
     whole = runtime.model.model.layers
     for step in range(told.steps):
         parts = [part.chunk(told.accumulation) for part in batch_of(step, told)]

@@ -65,7 +65,7 @@ def test_only_the_first_tensor_parallel_rank_of_a_place_speaks(
             backend="gloo",
         )
         sums = Sums()
-        place = mesh.data_parallel_rank
+        place = mesh.sample_rank
         sums.add({"pair": torch.tensor([10.0 + place, 4.0]), "single": torch.tensor(1.0 + place)})
         sums.reduced(mesh, [1.0])
     assert sum(sent).tolist() == [21.0, 8.0, 3.0, 2.0, 4.0]

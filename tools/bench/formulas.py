@@ -142,7 +142,7 @@ def resident_plan(
 ) -> dict[str, int]:
     """Resident bytes by kind that the plan gives one rank: its own segments."""
     grid, widths = plan.topology, shape.widths
-    replica, shard = divmod(data_rank, grid.shards)
+    replica, shard = grid.replica_of(data_rank), grid.shard_of(data_rank)
     found = dict.fromkeys(RESIDENT, 0)
     for parameter in plan.parameters:
         if shape.zero_stage == 1:

@@ -192,17 +192,17 @@ def kind_of(line: Line, call: Call) -> Key:
     mesh, optimizer = line.mesh, call.phase in ("optimizer", "end")
     if optimizer and call.operation == "allreduce":
         return ("norm", WORLD)
-    if call.operation == "allreduce" and call.ranks in mesh.axis_ranks("shard"):
+    if call.operation == "allreduce" and call.ranks in mesh.groups_along("shard"):
         return (
             "pass_end",
             WORLD,
         )  # a few bytes of control, as the norm: not of the replica's weights
-    if mesh.tp > 1 and call.ranks in mesh.axis_ranks("tp"):
+    if mesh.tp > 1 and call.ranks in mesh.groups_along("tp"):
         return ("tp_matrices" if optimizer else "tp_activations", TP)
     publication = line.publication
     if publication is not None and call.group == publication.publisher.group.group_name:
         return ("publish", ACROSS)
-    if mesh.replicas > 1 and call.ranks in mesh.axis_ranks("replicate"):
+    if mesh.replicas > 1 and call.ranks in mesh.groups_along("replicate"):
         return ("reduce", ACROSS)
     if optimizer:
         return ("matrix_gather", INSIDE)
@@ -274,7 +274,7 @@ def resident(line: Line, shape: Shape) -> dict[str, Any]:
         "pool": pool_of(line),
         "resident": held,
         "memory": found,
-        "resident_plan": resident_plan(runtime.plan, shape, mesh.data_parallel_rank, mesh.tp_rank),
+        "resident_plan": resident_plan(runtime.plan, shape, mesh.place, mesh.tp_rank),
         "resident_formula": resident_formula(runtime.plan, shape),
     }
 

@@ -63,13 +63,13 @@ def train(run: Run, rank: int, dataset: AnyDataset) -> tuple[dict[str, Any], dic
     """All steps of one run on one rank; its figures, and the final weights on rank 0."""
     runtime, mesh = build(run.case, rank)
     training = run.case.training
-    each = training.batch // mesh.data_parallel_size
+    each = training.batch // mesh.sample_ranks
     schedule = Schedule(schedule_config(training))
     losses = torch.zeros(training.steps, dtype=torch.float64)
     clipped = skipped = 0
     began = time.perf_counter()
     for step in range(training.steps):
-        first = step * training.batch + mesh.data_parallel_rank * each
+        first = step * training.batch + mesh.sample_rank * each
         batch = collate([dataset[index] for index in range(first, first + each)])
         loss = runtime.model(batch["tokens"], labels=batch["labels"]).mean()
         loss.backward()

@@ -194,9 +194,9 @@ class Line:
 
     def tokens(self, step: int) -> Tensor:
         """Tokens of this rank's place ``(samples, length + 1)``, the same for every line."""
-        training, place = self.case.training, self.mesh.data_parallel_rank
+        training, place = self.case.training, self.mesh.sample_rank
         generator = torch.Generator().manual_seed(100_003 * step + place)
-        shape = (training.batch // self.mesh.data_parallel_size, training.length + 1)
+        shape = (training.batch // self.mesh.sample_ranks, training.length + 1)
         return torch.randint(0, 256, shape, generator=generator)
 
     def backward(self, loss: Tensor) -> None:

@@ -178,7 +178,7 @@ def run_setting(rank: int, world: int, setting: Setting, repeats: int) -> dict[s
 def _refuse_grouped_calls(system: Owners) -> None:
     """Times of a line D that fell back to grouped calls would be line C's under another name."""
     runtime = system.runtime
-    if runtime.mesh.data_parallel_size > 1 and runtime.opened is None:
+    if runtime.mesh.places > 1 and runtime.opened is None:
         raise RuntimeError(f"the symmetric pool never opened: {'; '.join(runtime.notes())}")
 
 
