@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.layering import (
+    FLOOR_OF,
+    LAUNCHER_ROOM,
+    LAUNCHER_VARIABLES,
+    MAY_IMPORT,
+    NEVER_USES,
+    PACKAGE,
     SourceFile,
     import_cycles,
     layering_problems,
@@ -18,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {"lines": 450, "function_lines": 90}
 
 
+@functools.cache
 def sources() -> list[SourceFile]:
     """The tree's files, from each place where there are some: an empty tree breaks no rule."""
     found = read_sources(ROOT)
@@ -57,42 +66,89 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+GOOD = {
+    "megamuon/__init__.py": "",
+    "megamuon/runtime/__init__.py": "from megamuon.optim.muon import update",
+    "megamuon/runtime/step.py": "from megamuon.collectives import base",
+    "megamuon/optim/muon.py": "from megamuon import matrices",
+    "megamuon/matrices.py": "import torch",
+    "megamuon/mesh.py": "import torch.distributed\nNAME = 'RANK'",
+    "megamuon/models/gpt.py": "from megamuon.kernels.linear import linear",
+    "pretrain_gpt.py": "from megamuon.training import pretrain",
+}
+HOME = {PACKAGE: "megamuon/__init__.py", "tools": "tools/x.py", "entry": "pretrain_x.py"}
+NAME = {PACKAGE: PACKAGE, "tools": "tools.x", "entry": "pretrain_x"}
+
+
+def home_of(room: str) -> str:
+    return HOME.get(room, f"megamuon/{room}/x.py")
+
+
+def module_in(room: str) -> str:
+    return NAME.get(room, f"megamuon.{room}.x")
+
+
+def breaches(room: str) -> Iterator[tuple[str, str, str]]:
+    """A breach of each of the room's rules: file, text, what is said of it."""
+    for target in FLOOR_OF.keys() - {room, *MAY_IMPORT[room]}:
+        climbs = FLOOR_OF[target] > FLOOR_OF[room]
+        words = f"{room} climbs to {target}" if climbs else f"{room} may not import {target}"
+        yield home_of(room), f"import {module_in(target)}", words
+    for module in NEVER_USES.get(room, ()):
+        yield home_of(room), f"import {module} as d", f"{room} uses {module}"
+        yield home_of(room), f"import torch\n{module}.f()", f"{room} uses {module}"
+    for name in LAUNCHER_VARIABLES if room != LAUNCHER_ROOM else ():
+        text = f"import os\nx = os.environ.get({name!r})"
+        yield home_of(room), text, f"{room} names the launcher's {name}:"
+
+
+def caught(root: Path, path: str, text: str, expected: str) -> None:
+    """``text`` in ``path`` of a good tree is one problem, which says ``expected``."""
+    write_tree(root, {path: text})
+    (problem,) = layering_problems(read_sources(root))
+    assert expected in problem
+    (root / path).unlink()
+
+
+@pytest.mark.parametrize("room", FLOOR_OF)
+def test_a_breach_of_every_rule_of_a_room_is_caught(tmp_path: Path, room: str) -> None:
+    write_tree(tmp_path, GOOD)
+    assert layering_problems(read_sources(tmp_path)) == []
+    found = list(breaches(room))
+    assert found
+    for path, text, expected in found:
+        caught(tmp_path, path, text, expected)
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "expected"),
+    ("path", "text", "expected"),
     [
-        ("megamuon/models/gpt.py", "from megamuon.runtime import step", "models climbs to runtime"),
-        ("megamuon/models/gpt.py", "from ..runtime import step", "models climbs to runtime"),
-        ("megamuon/data/x.py", "def f():\n    import megamuon.optim.muon", "data climbs to optim"),
-        ("megamuon/metrics.py", "import pretrain_gpt", "metrics climbs to entry"),
-        (
-            "megamuon/ownership/plan.py",
-            "from megamuon import mesh",
-            "ownership may not import mesh",
-        ),
-        ("megamuon/arguments/a.py", "from megamuon.data import x", "arguments may not import data"),
-        ("megamuon/optim/muon.py", "import torch.distributed as dist", "optim uses torch.dist"),
-        ("megamuon/optim/muon.py", "from torch import distributed", "optim uses torch.dist"),
-        ("megamuon/ownership/a.py", "import torch\ntorch.distributed.barrier()", "uses torch.dist"),
+        ("megamuon/models/x.py", "from ..runtime import step", "models climbs to runtime"),
+        ("megamuon/data/x.py", "def f():\n    import megamuon.optim.x", "data climbs to optim"),
+        ("megamuon/optim/x.py", "from torch import distributed", "uses torch.distributed"),
         ("megamuon/attic/x.py", "", "room 'attic' has no floor"),
     ],
 )
-def test_a_wrong_import_is_caught(tmp_path: Path, name: str, text: str, expected: str) -> None:
-    good = {
-        "megamuon/__init__.py": "",
-        "megamuon/runtime/__init__.py": "from megamuon.optim.muon import update",
-        "megamuon/runtime/step.py": "from megamuon.models import gpt",
-        "megamuon/optim/muon.py": "from megamuon import matrices",
-        "megamuon/matrices.py": "import torch",
-        "megamuon/mesh.py": "import torch.distributed",
-        "megamuon/models/gpt.py": "from megamuon.kernels.linear import linear",
-        "pretrain_gpt.py": "from megamuon.training import pretrain",
-    }
-    write_tree(tmp_path, good)
-    assert layering_problems(read_sources(tmp_path)) == []
-    write_tree(tmp_path, {name: text})
+def test_a_breach_in_other_words_is_caught(
+    tmp_path: Path, path: str, text: str, expected: str
+) -> None:
+    write_tree(tmp_path, GOOD)
+    caught(tmp_path, path, text, expected)
+
+
+def test_every_room_says_what_it_may_import() -> None:
+    assert MAY_IMPORT.keys() == FLOOR_OF.keys() == {file.room for file in sources()}
+    assert NEVER_USES.keys() <= FLOOR_OF.keys()
+    climbs = {(a, b) for a, may in MAY_IMPORT.items() for b in may if FLOOR_OF[b] > FLOOR_OF[a]}
+    assert not climbs
+
+
+def test_a_room_without_an_entry_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tree(tmp_path, GOOD)
+    monkeypatch.delitem(MAY_IMPORT, "runtime")
     problems = layering_problems(read_sources(tmp_path))
-    assert len(problems) == 1
-    assert expected in problems[0]
+    assert len(problems) == 2  # its two files
+    assert all("room 'runtime' has no entry in MAY_IMPORT" in problem for problem in problems)
 
 
 def test_a_cycle_is_caught_and_a_late_import_is_none(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ a node, exit code 2. Tested by ``tests/training/test_command_line.py``.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from megamuon.arguments import Config, ConfigError, ExtraArgsProvider, ParsedConfig, parse_config
 from megamuon.data.blend import parse_blend
-from megamuon.mesh import MeshError, local_world_size, mesh_from_environment
+from megamuon.mesh import MeshError, launched_as, local_world_size, mesh_from_environment
 from megamuon.metrics import write_line
 from megamuon.models import PRESETS
 from megamuon.training.source import read_checkpoint_args
@@ -70,10 +69,11 @@ def parse_command_line(
             raise ConfigError(problems)
         return parsed
     except (ConfigError, MeshError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        rank, first_of_node = launched_as()
+        if first_of_node:
             write_line(f"error: {error}".replace("\n", "\nerror: "), sys.stderr)
         else:
             time.sleep(SILENT_SECONDS)
             first = str(error).splitlines()[0]
-            write_line(f"rank {os.environ.get('RANK')}: error: {first}", sys.stderr)
+            write_line(f"rank {rank}: error: {first}", sys.stderr)
         raise SystemExit(EXIT_USAGE) from None

@@ -7,7 +7,6 @@ whose indices differ stop with a message that names them, before the first batch
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from megamuon.data.build import build_train_valid_test
 from megamuon.data.identity import data_identity
 from megamuon.data.index_cache import Ranks
 from megamuon.data.tokenizer import Tokenizer
+from megamuon.mesh import launched_local_rank
 from megamuon.training.builders import data_spec
 from megamuon.training.failures import TrainingError
 
@@ -33,9 +33,10 @@ def build_datasets(
     spec = data_spec(config, tokenizer, (train, valid, test))
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return build_train_valid_test(spec)
+    rank, local = dist.get_rank(), launched_local_rank()
     ranks = Ranks(
-        rank=dist.get_rank(),
-        local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+        rank=rank,
+        local_rank=rank if local is None else local,
         world_size=dist.get_world_size(),
     )
     return build_train_valid_test(spec, ranks=ranks, barrier=_barrier, compare=_compare)

@@ -27,7 +27,7 @@ from megamuon.checkpoint import CheckpointError
 from megamuon.collectives import CollectiveError
 from megamuon.console import write_text
 from megamuon.matrices import RoutingError
-from megamuon.mesh import MeshError, backend_reason
+from megamuon.mesh import MeshError, backend_reason, launcher_keeps_store
 from megamuon.metrics import WriterError, write_line
 from megamuon.models import ModelConfigError
 from megamuon.optim.eigen import FactorError
@@ -214,7 +214,7 @@ def linger(rank: int) -> None:
     Under torchrun the store is the agent's and outlives the ranks.  Otherwise a rank that asks
     after rank 0 has gone would print its line below the stack of a failed look-up.
     """
-    if rank != 0 or not dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE"):
+    if rank != 0 or not dist.is_initialized() or launcher_keeps_store():
         return
     end = time.monotonic() + LINGER_SECONDS
     with contextlib.suppress(Exception):

@@ -18,35 +18,68 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("optim", "ownership", "sharding", "models"),
     ("collectives", "checkpoint"),
     ("runtime",),
-    ("arguments", "baselines", "tools"),
+    ("arguments", "baselines"),
     ("training", "metrics", "profiling", PACKAGE),  # the package's own __init__ exports names
-    ("entry",),  # pretrain_*.py
+    ("tools", "entry"),  # tools/ and pretrain_*.py, which no room imports
 )
+FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
 
-# Rooms that may import less than their floor would allow.
+
+def _up_to(*rooms: str) -> frozenset[str]:
+    """Everything on the floors below that of the first of ``rooms``, and ``rooms`` themselves."""
+    below = [room for room, height in FLOOR_OF.items() if height < FLOOR_OF[rooms[0]]]
+    return frozenset({*below, *rooms})
+
+
+# What each room may import of the others.
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    "placements": frozenset(),
+    "kernels": frozenset(),
+    "data": frozenset(),
+    "mesh": frozenset({"placements"}),
     "matrices": frozenset({"placements"}),
+    "placements": frozenset(),
     "console": frozenset(),
     "flags": frozenset(),
-    # Choices and flags of what is registered, and the defaults of the rooms' own settings.
-    "arguments": frozenset({"flags", "optim", "ownership", "collectives", "runtime"}),
-    "mesh": frozenset({"placements"}),
-    "ownership": frozenset({"matrices", "placements"}),
     "optim": frozenset({"matrices", "kernels", "flags"}),
+    "ownership": frozenset({"matrices", "placements"}),
     "sharding": frozenset({"matrices", "placements", "mesh", "kernels"}),
     "models": frozenset({"matrices", "kernels", "data"}),
     "collectives": frozenset({"ownership", "kernels", "mesh", "placements"}),
+    "checkpoint": frozenset({"mesh", "placements"}),
+    "runtime": frozenset(
+        {"matrices", "placements", "mesh", "kernels", "optim", "ownership"}
+        | {"collectives", "checkpoint"}
+    ),
+    "baselines": frozenset(
+        {"matrices", "placements", "mesh", "kernels", "optim", "ownership"}
+        | {"collectives", "checkpoint", "runtime"}
+    ),
+    # Choices and flags of what is registered, and the defaults of the rooms' own settings.
+    "arguments": frozenset({"flags", "optim", "ownership", "collectives", "runtime"}),
+    "training": _up_to("training", "metrics", "profiling"),
+    "metrics": frozenset({"console"}),
+    "profiling": frozenset(),
+    PACKAGE: frozenset({"matrices", "runtime"}),
+    "tools": _up_to("tools"),
+    "entry": _up_to("entry"),
 }
 
 # Modules of torch that a room never uses, imported or reached as an attribute.
 NEVER_USES: dict[str, tuple[str, ...]] = {
-    "ownership": ("torch.distributed",),
-    "optim": ("torch.distributed",),
-    "models": ("torch.distributed",),
+    **dict.fromkeys(
+        ("kernels", "data", "arguments", "matrices", "placements", "console")
+        + ("flags", "optim", "ownership", "models"),
+        ("torch.distributed",),
+    ),
+    **dict.fromkeys(("collectives", "runtime", "training"), ("torch.distributed.fsdp",)),
 }
 
-FLOOR_OF = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+# What the launcher sets: one room reads it, so that a rank is told its place in one way.
+LAUNCHER_VARIABLES = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK")
+    + ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID")
+)
+LAUNCHER_ROOM = "mesh"
 
 
 @dataclass
@@ -126,12 +159,17 @@ def room_of(module: str) -> str | None:
 
 
 def layering_problems(files: list[SourceFile]) -> list[str]:
-    """Imports that climb, that a room may not make, or that come from a room without a floor."""
+    """Imports that climb, that a room may not make, or that come from a room without a floor; uses
+    of what a room never uses; names of the launcher's variables.
+    """
     problems = []
     for file in files:
         where = "/".join(file.path.parts[-3:])
         if file.room not in FLOOR_OF:
             problems.append(f"{where}: room {file.room!r} has no floor: add it to FLOORS")
+            continue
+        if file.room not in MAY_IMPORT:
+            problems.append(f"{where}: room {file.room!r} has no entry in MAY_IMPORT")
             continue
         for name, line, _ in file.imports:
             target = room_of(name)
@@ -139,10 +177,20 @@ def layering_problems(files: list[SourceFile]) -> list[str]:
                 continue
             if FLOOR_OF.get(target, 0) > FLOOR_OF[file.room]:
                 problems.append(f"{where}:{line}: {file.room} climbs to {target} ({name})")
-            elif file.room in MAY_IMPORT and target not in MAY_IMPORT[file.room]:
+            elif target not in MAY_IMPORT[file.room]:
                 problems.append(f"{where}:{line}: {file.room} may not import {target} ({name})")
         problems += [f"{where}:{line}: {file.room} uses {name}" for name, line in _forbidden(file)]
+        problems += [
+            f"{where}:{line}: {file.room} names the launcher's {name}: {LAUNCHER_ROOM} reads it"
+            for name, line in _launcher_variables(file)
+        ]
     return problems
+
+
+def _launcher_variables(file: SourceFile) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(file.tree) if file.room != LAUNCHER_ROOM else ():
+        if isinstance(node, ast.Constant) and node.value in LAUNCHER_VARIABLES:
+            yield str(node.value), node.lineno
 
 
 def _forbidden(file: SourceFile) -> Iterator[tuple[str, int]]:
