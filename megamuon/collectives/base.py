@@ -166,12 +166,12 @@ class TransportSettings:
 
 
 class Reducer(Protocol):
-    """Means over all ranks of a grid; see ``TwoStageReducer``."""
+    """Sums over all ranks of a grid, divided; see ``TwoStageReducer``."""
 
     def reduce(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
     ) -> StagedWork:
-        """Mean of ``slots`` over all ranks, onto who keeps it."""
+        """Sum of ``slots`` over all ranks by ``divisor``, onto who keeps it."""
 
 
 class Transport(abc.ABC):
@@ -212,21 +212,20 @@ class Transport(abc.ABC):
         window: Tensor,
         *,
         first: bool,
-        divisor: int | None = None,
+        divisor: int,
     ) -> Work:
         """Sum of ``slots (numel,)`` over the ranks by ``divisor``, each segment to its rank.
 
-        ``divisor`` is the number of ranks unless given: the mean; 1 leaves the plain sum.
         ``window`` holds this rank's segments one after another in table order; the result is
         stored there if ``first``, else added. The slots may be reused at once, or after
         ``wait()`` where the work ``borrows`` them.
         """
 
     def reduce_alone(
-        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool, divisor: int | None
+        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool, divisor: int
     ) -> Work:
         """``reduce_scatter_v`` on one rank: nothing travels, but the wire dtype still rounds."""
-        mean_into([pack(slots, table.of(0), self.wire_dtype)], window, divisor or 1, first=first)
+        mean_into([pack(slots, table.of(0), self.wire_dtype)], window, divisor, first=first)
         return Work(name="reduction")
 
     def count(self, operation: str, nbytes: int) -> None:

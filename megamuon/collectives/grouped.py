@@ -67,12 +67,11 @@ class GroupedTransport(Transport):
         window: Tensor,
         *,
         first: bool,
-        divisor: int | None = None,
+        divisor: int,
     ) -> Work:
         """See Transport."""
         if self.world == 1:
             return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
-        divisor = divisor or self.world
         self.count_reduction(table)
         if self.native(slots):
             return coalesced_reduces(self, slots, table, window, first=first, divisor=divisor)

@@ -108,7 +108,7 @@ class PeerToPeerTransport(Transport):
         window: Tensor,
         *,
         first: bool,
-        divisor: int | None = None,
+        divisor: int,
     ) -> Work:
         """See Transport. Slots that have the wire dtype are sent as they lie: the work borrows
         them.
@@ -139,7 +139,7 @@ class PeerToPeerTransport(Transport):
 
         def finish() -> None:
             if mine:
-                mean_into(parts.unbind(), window, divisor or self.world, first=first)
+                mean_into(parts.unbind(), window, divisor, first=first)
 
         return Work(
             handles=handles,

@@ -57,7 +57,7 @@ class PaddedTransport(Transport):
         window: Tensor,
         *,
         first: bool,
-        divisor: int | None = None,
+        divisor: int,
     ) -> Work:
         """See Transport."""
         if self.world == 1:
@@ -70,9 +70,8 @@ class PaddedTransport(Transport):
         sent = torch.zeros(self.world, share, dtype=self.wire_dtype, device=slots.device)
         for rank, size in enumerate(table.sizes):
             sent[rank, :size] = pack(slots, table.of(rank), self.wire_dtype)
-        divided_by = divisor or self.world
         if self.native(slots):
-            return self._reduce_natively(sent.view(-1), mine, window, divided_by, first)
+            return self._reduce_natively(sent.view(-1), mine, window, divisor, first)
         received = torch.empty_like(sent)
         handle = dist.all_to_all_single(
             received.view(-1), sent.view(-1), group=self.reduce_group, async_op=True
@@ -80,7 +79,7 @@ class PaddedTransport(Transport):
 
         def finish() -> None:
             if mine:
-                mean_into(received[:, :mine].unbind(), window, divided_by, first=first)
+                mean_into(received[:, :mine].unbind(), window, divisor, first=first)
 
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")
 

@@ -66,14 +66,13 @@ class PerOwnerTransport(Transport):
         window: Tensor,
         *,
         first: bool,
-        divisor: int | None = None,
+        divisor: int,
     ) -> Work:
         """See Transport. A 16-bit wire is gathered to the owner and summed there, so that it adds
         in FP32.
         """
         if self.world == 1:
             return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
-        divisor = divisor or self.world
         self.count_reduction(table)
         handles, kept = [], []
         finish: Callable[[], None] | None = None

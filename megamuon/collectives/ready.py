@@ -69,7 +69,7 @@ class ReadyTransport(Transport):
         window: Tensor,
         *,
         first: bool,
-        divisor: int | None = None,
+        divisor: int,
     ) -> Work:
         """A plain reduction along the replica; pooled gradients go through ReadyReducer instead."""
         return self.fallback.reduce_scatter_v(slots, table, window, first=first, divisor=divisor)
@@ -194,8 +194,8 @@ class _Pooled:
 
 
 class ReadyReducer:
-    """Means over R x K ranks onto owners anywhere: pooled slots by the operator, others by
-    ``fallback``.
+    """Sums over R x K ranks, by a divisor, onto owners anywhere: pooled slots by the operator,
+    others by ``fallback``.
     """
 
     def __init__(self, fallback: TwoStageReducer, fabric: Fabric) -> None:
@@ -230,23 +230,21 @@ class ReadyReducer:
             self._share_table(table, window_dtype)
 
     def reduce(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
     ) -> StagedWork:
         """See TwoStageReducer.reduce. The slots stay borrowed until the work is over. Raises
         CollectiveError where slots that lie in the pool of all ranks lie elsewhere on this one.
         """
         held = self._pooled.get(id(table))
         if held is None or slots.dtype not in held.dtypes:
-            return self.fallback.reduce(slots, table, window, first=first)
+            return self.fallback.reduce(slots, table, window, first=first, divisor=divisor)
         base, at = self.fabric.offset_of(slots), held.window
         if base is None:
             raise CollectiveError("gradients of a pooled group are not in the pool of this rank")
         self._count(table, window)
         number = self._table(table, slots.dtype, window.dtype)
         with stage(STAGE_1):
-            ticket = self._operator.reduce_scatter(
-                number, base, at, first=first, divisor=self.fallback.replicas * self.fallback.shards
-            )
+            ticket = self._operator.reduce_scatter(number, base, at, first=first, divisor=divisor)
         work = Work(handles=[Ticket(self._operator, ticket)], borrows=True, name="reduction")
         later: list[tuple[str, Callable[[], Work]]] = []
         if self._shares_of(table):

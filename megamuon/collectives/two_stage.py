@@ -6,10 +6,11 @@ replica where all replicas keep it.  Invariant: one order of additions, whatever
 the timing. Inside a replica k = 0 .. K-1, added in the window's dtype and rounded to the wire
 dtype; then, for an owner in replica o, the replicas o+1, o+2, ..., o (mod R), added in the window's
 dtype and rounded to the wire dtype before each further hop, but not after the last addition, which
-is the owner's; then one division by R*K. A piece that all replicas keep is summed as if replica 0
-owned it, element by element, so its value depends neither on how it is cut nor on the replica. One
-replica is the one-axis mean, to the bit. Tested by ``tests/distributed/test_two_stage.py`` (against
-sums in one process), tables by ``tests/collectives/test_staged_work.py``.
+is the owner's; then one division, by what the caller says. A piece that all replicas keep is summed
+as if replica 0 owned it, element by element, so its value depends neither on how it is cut nor on
+the replica. One replica is the one-axis sum, to the bit. Tested by
+``tests/distributed/test_two_stage.py`` (against sums in one process), tables by
+``tests/collectives/test_staged_work.py``.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class TwoStageTable:
 
 
 class TwoStageReducer:
-    """Means over R x K ranks onto owners anywhere in the grid.
+    """Sums over R x K ranks, by a divisor, onto owners anywhere in the grid.
 
     ``transport`` runs along the replica (shard axis), stage 2 on ``replicate_group`` (replicate
     axis, its ranks are the replicas; None for one replica), which must be another group than the
@@ -113,9 +114,10 @@ class TwoStageReducer:
         self._queue: deque[StagedWork] = deque()
 
     def reduce(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
     ) -> StagedWork:
-        """Mean of ``slots (numel,)`` over all ranks: stored in ``window`` if ``first``, else added.
+        """Sum of ``slots (numel,)`` over all ranks by ``divisor``: stored in ``window`` if
+        ``first``, else added.
 
         ``window`` holds this rank's pieces (``table.pieces``) back to back; sums are taken in its
         dtype. Raises ValueError for a window of another size and for a replica outside the grid.
@@ -131,7 +133,7 @@ class TwoStageReducer:
         with stage(STAGE_1):
             if self.replicas == 1:
                 alone = self.transport.reduce_scatter_v(
-                    slots, table.shards, window, first=first, divisor=self.shards
+                    slots, table.shards, window, first=first, divisor=divisor
                 )
                 return StagedWork(alone, (), self._queue)
             staged = window.new_empty(table.shards.sizes[self.shard])
@@ -141,7 +143,7 @@ class TwoStageReducer:
         later: Sequence[tuple[str, Callable[[], Work]]] = ()
         if staged.numel():
             kind = _NativeRail if self.transport.native(slots) else _GlooRail
-            later = kind(self, pieces, staged, window, first).stages()
+            later = kind(self, pieces, staged, _Target(window, first, divisor)).stages()
         return StagedWork(work, later, self._queue)
 
     def count(self, nbytes: int) -> None:
@@ -149,9 +151,18 @@ class TwoStageReducer:
         if self.traffic is not None and nbytes:
             self.traffic.sent("reduce", "replicate", nbytes)
 
-    def finish(self, total: Tensor, window: Tensor, *, first: bool) -> None:
+
+@dataclass(frozen=True)
+class _Target:
+    """Where finished sums go."""
+
+    window: Tensor
+    first: bool
+    divisor: int
+
+    def take(self, total: Tensor) -> None:
         """The one division, and the window."""
-        store(total.div_(self.replicas * self.shards), window, first=first)
+        store(total.div_(self.divisor), self.window, first=self.first)
 
 
 class _GlooRail:
@@ -168,10 +179,9 @@ class _GlooRail:
         reducer: TwoStageReducer,
         pieces: Sequence[ReplicaSegment],
         staged: Tensor,
-        window: Tensor,
-        first: bool,
+        target: _Target,
     ) -> None:
-        self.reducer, self.pieces, self.window, self.first = reducer, pieces, window, first
+        self.reducer, self.pieces, self.target = reducer, pieces, target
         self.staged: Tensor | None = staged
         replicas = range(reducer.replicas)
         self.owned = [
@@ -181,6 +191,7 @@ class _GlooRail:
         self.shared = [
             [_share(p, replica, reducer.replicas) for p in common] for replica in replicas
         ]
+        window = target.window
         self.total = window.new_empty(0)
         self.shares: list[Tensor] = [window.new_empty(_length(cut)) for cut in self.shared]
 
@@ -215,11 +226,11 @@ class _GlooRail:
         def finish() -> None:
             parts = received.view(reducer.replicas, mine)
             own = _length(self.owned[reducer.replica])
-            dtype = self.window.dtype
+            dtype = self.target.window.dtype
             self.total = chain_sum(parts[:, :own], reducer.replica, dtype)
             self.shares[reducer.replica] = chain_sum(parts[:, own:], 0, dtype)
             if not any(share.numel() for share in self.shares):
-                reducer.finish(self.total, self.window, first=self.first)
+                self.target.take(self.total)
 
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")
 
@@ -243,7 +254,7 @@ class _GlooRail:
         def finish() -> None:
             shares = list(received.split(sizes))
             shares[here] = own
-            reducer.finish(self._assemble(shares), self.window, first=self.first)
+            self.target.take(self._assemble(shares))
 
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")
 
@@ -276,10 +287,9 @@ class _NativeRail:
         reducer: TwoStageReducer,
         pieces: Sequence[ReplicaSegment],
         staged: Tensor,
-        window: Tensor,
-        first: bool,
+        target: _Target,
     ) -> None:
-        self.reducer, self.pieces, self.window, self.first = reducer, pieces, window, first
+        self.reducer, self.pieces, self.target = reducer, pieces, target
         self.staged: Tensor | None = staged
 
     def stages(self) -> list[tuple[str, Callable[[], Work]]]:
@@ -313,8 +323,8 @@ class _NativeRail:
                 elif replica == reducer.replica:
                     parts.append(view)
             if parts:
-                total = torch.cat(parts).to(self.window.dtype)
-                reducer.finish(total, self.window, first=self.first)
+                total = torch.cat(parts).to(self.target.window.dtype)
+                self.target.take(total)
 
         return Work(handles=handles, finish=finish, keep=(wire, packed), name="reduction")
 

@@ -22,10 +22,10 @@ from megamuon.runtime.schedule import Schedule
 
 
 class Reducer(Protocol):
-    """Mean of a group's slots over all data-parallel ranks, into the windows of their holders."""
+    """Sum of a group's slots over all places by ``divisor``, into the windows of their holders."""
 
     def __call__(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
     ) -> StagedWork: ...
 
 
@@ -69,14 +69,19 @@ class Reductions:
         *,
         schedule: Schedule,
         several_replicas: bool,
+        divisor: int,
         sum_over_tp: Callable[[Sequence[Tensor]], None] | None = None,
         check: CallCheck | None = None,
     ) -> None:
+        """``divisor``: of every gradient's sum, the one division there is: the number of ranks with
+        samples of their own.
+        """
         self.reduce_slots = reduce
         # True: slots stay alive until their reduction is over, as one that reads them in place
         # wants it, whatever this transport needs. A recording of the pool must see that.
         self.hold_slots = False
         self._several_replicas = several_replicas
+        self._divisor = divisor
         self._sum_over_tp = sum_over_tp
         self._check = check
         self.schedule = schedule
@@ -100,7 +105,11 @@ class Reductions:
         (group, source), self._next = self._next, None
         compare = self._check.announce(group.index) if self._check is not None else None
         group.reducing = self.reduce_slots(
-            source, group.reduce_table, group.window, first=group.window_empty
+            source,
+            group.reduce_table,
+            group.window,
+            first=group.window_empty,
+            divisor=self._divisor,
         )
         group.clear_slots()
         if not (group.reducing.borrows or self.hold_slots):

@@ -74,10 +74,10 @@ def test_a_reducer_checks_its_place_its_window_and_its_replicas() -> None:
         reducer(replicas=2)
     table = TwoStageTable(shards(3), ((ReplicaSegment(0, 3, 0),),))
     with pytest.raises(ValueError, match="a window of 2 elements for pieces of 3"):
-        reducer().reduce(torch.zeros(3), table, torch.zeros(2), first=True)
+        reducer().reduce(torch.zeros(3), table, torch.zeros(2), first=True, divisor=1)
     outside = TwoStageTable(shards(3), ((ReplicaSegment(0, 3, 1),),))
     with pytest.raises(ValueError, match="a replica outside 1"):
-        reducer().reduce(torch.zeros(3), outside, torch.zeros(0), first=True)
+        reducer().reduce(torch.zeros(3), outside, torch.zeros(0), first=True, divisor=1)
 
 
 def test_a_chain_rounds_each_hop_but_the_last() -> None:

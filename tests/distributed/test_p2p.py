@@ -66,10 +66,10 @@ def both(
     windows = [torch.zeros(layout.numel_of(rank), dtype=master) for _ in range(2)]
     reduce = transport.reduce_scatter_v
     works = [
-        reduce(slots, layout, windows[0], first=True),
+        reduce(slots, layout, windows[0], first=True, divisor=transport.world),
         transport.all_gather_v(buffer, layout),
         reduce(slots, layout, windows[1], first=True, divisor=1),
-        reduce(slots, layout, windows[0], first=False),
+        reduce(slots, layout, windows[0], first=False, divisor=transport.world),
     ]
     for work in works:
         work.wait()

@@ -83,8 +83,8 @@ def work(rank: int, world: int) -> list[str]:
                     failed.append(f"{label}: gather")
                 slots = values(seed, rank, numel, wire)
                 window = torch.zeros(layout.numel_of(rank), dtype=master)
-                transport.reduce_scatter_v(slots, layout, window, first=True).wait()
-                transport.reduce_scatter_v(slots, layout, window, first=False).wait()
+                transport.reduce_scatter_v(slots, layout, window, first=True, divisor=world).wait()
+                transport.reduce_scatter_v(slots, layout, window, first=False, divisor=world).wait()
                 own, whole = layout.numel_of(rank), sum(layout.sizes)
                 wanted_bytes = {"gather": own * (world - 1), "reduce": 2 * (whole - own)}
                 for operation, elements in wanted_bytes.items():

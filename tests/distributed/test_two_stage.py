@@ -63,12 +63,17 @@ def values(seed: int, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def mean(
-    slots: list[list[Tensor]], layout: TwoStageTable, replica: int, shard: int, master: torch.dtype
+def sums_of(
+    slots: list[list[Tensor]],
+    layout: TwoStageTable,
+    place: tuple[int, int],
+    master: torch.dtype,
+    divisor: int,
 ) -> Tensor:
-    """The canonical order in full: ``slots[replica][shard]`` in the wire dtype -> one rank's
-    means.
+    """The canonical order in full: ``slots[replica][shard]`` in the wire dtype -> the divided sums
+    of the rank at ``place`` (shard, replica).
     """
+    shard, replica = place
     replicas, shards = len(slots), len(slots[0])
     wire = slots[0][0].dtype
     held = [[gradient.new_zeros(0) for gradient in line] for line in slots]
@@ -76,7 +81,7 @@ def mean(
         for c, gradient in enumerate(line):
             cuts = [gradient[s.offset : s.offset + s.numel] for s in layout.shards.of(shard)]
             held[r][c] = torch.cat(cuts) if cuts else gradient[:0]
-    means = [torch.zeros(0, dtype=master)]
+    found = [torch.zeros(0, dtype=master)]
     for piece in layout.replicas[shard]:
         if piece.replica not in (replica, None):
             continue
@@ -92,8 +97,8 @@ def mean(
             partial = partial.to(master) + sums[(owner + hop) % replicas].to(master)
             if hop < replicas:
                 partial = partial.to(wire)
-        means.append(partial.to(master) / (replicas * shards))
-    return torch.cat(means)
+        found.append(partial.to(master) / divisor)
+    return torch.cat(found)
 
 
 def volume(
@@ -178,6 +183,8 @@ def check(reducer: TwoStageReducer, rank: int, name: str) -> list[str]:
     replicas, shards, wire = reducer.replicas, reducer.shards, reducer.wire_dtype
     master = torch.float64 if wire is torch.float64 else torch.float32
     place = (reducer.shard, reducer.replica)
+    # The caller's number: means over all ranks, or over fewer as under context parallelism.
+    divisor = 3 if wire is torch.float64 else replicas * shards
     tables = [table(seed, replicas, shards) for seed in range(CASES)]
     wanted, windows, failed = [], [], []
     slots = [values(seed, rank, numel, wire) for seed, (_, numel) in enumerate(tables)]
@@ -186,13 +193,14 @@ def check(reducer: TwoStageReducer, rank: int, name: str) -> list[str]:
             [values(seed, r * shards + c, numel, wire) for c in range(shards)]
             for r in range(replicas)
         ]
-        wanted.append(mean(every, layout, reducer.replica, reducer.shard, master))
+        wanted.append(sums_of(every, layout, place, master, divisor))
         windows.append(torch.full((layout.numel_of(*place),), 7.0, dtype=master))
     for first in (True, False):
         works = []
         for seed, (layout, _) in enumerate(tables):
             lent = slots[seed].clone() if name == NATIVE else slots[seed]  # NCCL reduces in place
-            works.append(reducer.reduce(lent, layout, windows[seed], first=first))
+            how = {"first": first, "divisor": divisor}
+            works.append(reducer.reduce(lent, layout, windows[seed], **how))
             if seed % 3 == 2:
                 works[seed - 1].advance()
         drive(works, random.Random(f"{rank} {first}"))

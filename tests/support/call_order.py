@@ -29,10 +29,10 @@ def record(runtime: Runtime) -> list[str]:
         said.append(f"g{tables[id(table)]}")
         return gather(buffer, table)
 
-    def reduce_slots(slots: Any, table: Any, window: Any, *, first: bool) -> Any:
+    def reduce_slots(slots: Any, table: Any, window: Any, **how: Any) -> Any:
         index = tables[id(table)]
         said.append(f"r{index}")
-        work = reduce(slots, table, window, first=first)
+        work = reduce(slots, table, window, **how)
         for letter, name in (("a", "advance"), ("f", "free_slots"), ("w", "wait")):
             setattr(work, name, heard(letter, index, getattr(work, name)))
         return work

@@ -10,6 +10,7 @@ its buffer, and a reduction reads its slots, when somebody waits for it.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,10 +102,10 @@ def make_late(engine: Engine) -> None:
         return Work(finish=finish)
 
     def late_reduction(
-        slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool
+        slots: Tensor, table: TwoStageTable, window: Tensor, **how: Any
     ) -> StagedWork:
         def finish() -> None:
-            reduce(slots, table, window, first=first).wait()
+            reduce(slots, table, window, **how).wait()
 
         return StagedWork(Work(finish=finish, borrows=True), (), deque())
 
