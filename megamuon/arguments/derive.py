@@ -17,15 +17,26 @@ from megamuon.optim.registry import RECIPES, flags_of, flags_of_all
 DEFAULT_SPLIT = "969, 30, 1"
 
 
+def mlp_width(hidden: int, *, gated: bool) -> int:
+    """Width of an MLP whose flags do not give one. A gated one has three matrices instead of two:
+    2/3 of the width, in multiples of 64.
+    """
+    return 8 * hidden // 192 * 64 if gated else 4 * hidden
+
+
+def head_channels(hidden: int, heads: int) -> int | None:
+    """Channels of a head whose flags do not give them; None where the heads do not divide."""
+    return hidden // heads if heads > 0 and hidden % heads == 0 else None
+
+
 def _model(values: dict[str, Any]) -> None:
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if values["ffn_hidden_size"] is None and hidden is not None:
-        # A gated MLP has three matrices instead of two: 2/3 of the width, in multiples of 64.
-        values["ffn_hidden_size"] = 8 * hidden // 192 * 64 if values["swiglu"] else 4 * hidden
+        values["ffn_hidden_size"] = mlp_width(hidden, gated=values["swiglu"])
     if values["num_experts"] is not None and values["moe_ffn_hidden_size"] is None:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
-    if values["kv_channels"] is None and hidden and heads and hidden % heads == 0:
-        values["kv_channels"] = hidden // heads
+    if values["kv_channels"] is None and hidden and heads:
+        values["kv_channels"] = head_channels(hidden, heads)
     if not values["group_query_attention"] and values["num_query_groups"] == 1 and heads:
         values["num_query_groups"] = heads  # readers need one field, whatever the attention
 

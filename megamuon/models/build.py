@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from megamuon.arguments.derive import head_channels, mlp_width
 from megamuon.kernels.rope import RopeScaling
 from megamuon.models.config import GPTConfig, ModelConfigError, RecomputeConfig
 
@@ -120,15 +121,14 @@ def gpt_config_from_flags(
     assert hidden is not None and heads is not None  # narrowed by the check above
     channels = model.kv_channels
     if channels is None:
-        if heads < 1 or hidden % heads:
-            raise ModelConfigError(
-                f"num_attention_heads {heads} does not divide hidden_size {hidden}:"
-                " set --kv-channels"
-            )
-        channels = hidden // heads
+        channels = head_channels(hidden, heads)
+    if channels is None:
+        raise ModelConfigError(
+            f"num_attention_heads {heads} does not divide hidden_size {hidden}: set --kv-channels"
+        )
     ffn = model.ffn_hidden_size
-    if ffn is None:  # Megatron's rule: a gated MLP keeps the parameter count of the plain one
-        ffn = int((4 * hidden * 2 / 3) / 64) * 64 if model.swiglu else 4 * hidden
+    if ffn is None:
+        ffn = mlp_width(hidden, gated=model.swiglu)
     optional = {
         name: getattr(model, dest) for name, dest in _OPTIONAL.items() if hasattr(model, dest)
     }
