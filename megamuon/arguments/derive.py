@@ -13,20 +13,9 @@ from typing import Any
 from megamuon.arguments.config import specs_by_dest
 from megamuon.arguments.facts import Facts
 from megamuon.optim.registry import RECIPES, flags_of, flags_of_all
+from megamuon.sizes import head_channels, mlp_width
 
 DEFAULT_SPLIT = "969, 30, 1"
-
-
-def mlp_width(hidden: int, *, gated: bool) -> int:
-    """Width of an MLP whose flags do not give one. A gated one has three matrices instead of two:
-    2/3 of the width, in multiples of 64.
-    """
-    return 8 * hidden // 192 * 64 if gated else 4 * hidden
-
-
-def head_channels(hidden: int, heads: int) -> int | None:
-    """Channels of a head whose flags do not give them; None where the heads do not divide."""
-    return hidden // heads if heads > 0 and hidden % heads == 0 else None
 
 
 def _model(values: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megamuon.arguments.derive import head_channels, mlp_width
 from megamuon.kernels.rope import RopeScaling
 from megamuon.models.config import GPTConfig, ModelConfigError, RecomputeConfig
+from megamuon.sizes import head_channels, mlp_width
 
 
 class ModelFlags(Protocol):

@@ -14,7 +14,7 @@ PACKAGE = "megamuon"
 
 # Floors, from the bottom. A module may import its own floor and those below, never one above.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("kernels", "data", "flags", "mesh", "matrices", "placements", "console"),
+    ("kernels", "data", "flags", "mesh", "matrices", "placements", "sizes", "console"),
     ("optim", "ownership", "sharding", "models"),
     ("collectives", "checkpoint"),
     ("runtime",),
@@ -39,11 +39,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "matrices": frozenset({"placements"}),
     "placements": frozenset(),
     "console": frozenset(),
+    "sizes": frozenset(),
     "flags": frozenset(),
     "optim": frozenset({"matrices", "kernels", "flags"}),
     "ownership": frozenset({"matrices", "placements"}),
     "sharding": frozenset({"matrices", "placements", "mesh", "kernels"}),
-    "models": frozenset({"matrices", "kernels", "data"}),
+    "models": frozenset({"matrices", "kernels", "data", "sizes"}),
     "collectives": frozenset({"ownership", "kernels", "mesh", "placements"}),
     "checkpoint": frozenset({"mesh", "placements"}),
     "runtime": frozenset(
@@ -55,7 +56,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         | {"collectives", "checkpoint", "runtime"}
     ),
     # Choices and flags of what is registered, and the defaults of the rooms' own settings.
-    "arguments": frozenset({"flags", "optim", "ownership", "collectives", "runtime"}),
+    "arguments": frozenset({"flags", "sizes", "optim", "ownership", "collectives", "runtime"}),
     "training": _up_to("training", "metrics", "profiling"),
     "metrics": frozenset({"console"}),
     "profiling": frozenset(),
@@ -67,7 +68,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 # Modules of torch that a room never uses, imported or reached as an attribute.
 NEVER_USES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("kernels", "data", "arguments", "matrices", "placements", "console")
+        ("kernels", "data", "arguments", "matrices", "placements", "sizes", "console")
         + ("flags", "optim", "ownership", "models"),
         ("torch.distributed",),
     ),
