@@ -1,9 +1,9 @@
 """Plan owners for a model and a cluster that need not be here, and print how balanced the plan is.
 
 Owns the command line around ``megamuon.ownership``: routing report, rails, busiest rank, optimizer
-state, fan-out per block, bytes per rank, and a sweep over nodes.  Invariant: it computes nothing
-itself, so its figures are those that a run of the same settings would have. Tested by
-``tests/tools/test_plan_owners.py``.
+state, fan-out per block, bytes per rank, moves of the update, and a sweep over nodes.  Invariant:
+it computes nothing itself, so its figures are those that a run of the same settings would have.
+Tested by ``tests/tools/test_plan_owners.py``.
 
 Example: ``python tools/plan_owners.py --model qwen2.5-1.5b --sharding hsdp --nodes 8
 --gpus-per-node 8``
@@ -25,7 +25,13 @@ import torch  # noqa: E402
 
 from megamuon.arguments import ModelFlags, RecomputeFlags  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
-from megamuon.matrices import LogicalParameter, Route, collect, routing_report  # noqa: E402
+from megamuon.matrices import (  # noqa: E402
+    Layout,
+    LogicalParameter,
+    Route,
+    collect,
+    routing_report,
+)
 from megamuon.models import GPT, PRESETS, gpt_config_from_flags  # noqa: E402
 from megamuon.optim import RECIPES  # noqa: E402
 from megamuon.ownership import (  # noqa: E402
@@ -47,9 +53,11 @@ from megamuon.ownership import (  # noqa: E402
 from megamuon.ownership.describe import (  # noqa: E402
     describe_estimate,
     describe_fanouts,
+    describe_moves,
     describe_plan,
     describe_publish,
     describe_sweep,
+    move_figures,
     plan_figures,
 )
 from megamuon.ownership.inventory import (  # noqa: E402
@@ -61,8 +69,10 @@ from megamuon.ownership.inventory import (  # noqa: E402
     routers_as_matrices,
     unknown_model,
 )
+from megamuon.ownership.update_plan import update_moves  # noqa: E402
 from megamuon.runtime.config import OptimizerSettings  # noqa: E402
 from megamuon.runtime.measure import planned_cost  # noqa: E402
+from megamuon.sharding import plan_sharding  # noqa: E402
 
 
 def _byte_cap(text: str) -> float | None:
@@ -104,6 +114,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help="plan for these numbers of nodes as well and print state and time of each",
     )
+    output.add_argument(
+        "--moves",
+        action="store_true",
+        help="print what a step sends so that whole matrices are updated, and back",
+    )
     output.add_argument("--json", metavar="FILE", help="write the figures")
     output.add_argument("--plan", metavar="FILE", help="write the ownership plan itself")
     return parser
@@ -132,6 +147,13 @@ def _add_cluster(cluster: argparse._ArgumentGroup) -> None:
     )
     cluster.add_argument(
         "--tp", type=int, default=1, help="tensor-parallel ranks of each replica (%(default)s)"
+    )
+    cluster.add_argument(
+        "--param-layout",
+        choices=("owner", "even"),
+        default="owner",
+        help="even: slices on all ranks of a replica, which all gather the matrices that they"
+        " update (%(default)s)",
     )
 
 
@@ -210,20 +232,22 @@ def model_names() -> tuple[str, ...]:
     return (*PRESETS, *(name for name in inventory_names() if name not in PRESETS))
 
 
-def parameters_for(name: str) -> tuple[LogicalParameter, ...]:
-    """Parameters of a model by name: of the modules themselves where there is a preset.
+def parameters_for(name: str, tp: int = 1) -> tuple[LogicalParameter, ...]:
+    """Parameters of a model by name, as ``tp`` tensor-parallel ranks would hold them: of the
+    modules themselves where there is a preset, cut by a run's own plan; of a table of shapes else,
+    cut by names.
 
-    Raises UnknownModelError with the nearest name.
+    Raises UnknownModelError with the nearest name, and ShardingError where a run would.
     """
     if name in PRESETS:
-        return preset_parameters(name)
+        return preset_parameters(name, tp)
     if name not in inventory_names():
         raise unknown_model(name, model_names())
-    return inventory(name)
+    return cut_by_name(inventory(name), tp)
 
 
 @cache
-def preset_parameters(name: str) -> tuple[LogicalParameter, ...]:
+def preset_parameters(name: str, tp: int) -> tuple[LogicalParameter, ...]:
     """Parameters that a run of the preset would have, from a model without storage."""
     preset = PRESETS[name]
     known = {field.name for field in fields(ModelFlags)}
@@ -233,7 +257,8 @@ def preset_parameters(name: str) -> tuple[LogicalParameter, ...]:
     config = gpt_config_from_flags(flags, padded_vocab_size=rows, recompute=RecomputeFlags())
     with torch.device("meta"):
         model = GPT(config)
-    return collect(model, layers=GPT.layer_classes)
+    placements = plan_sharding(model, tp=tp).placements
+    return collect(model, layers=GPT.layer_classes, placements=placements)
 
 
 def threshold_for(options: argparse.Namespace) -> int:
@@ -310,9 +335,9 @@ def settings_for(options: argparse.Namespace) -> PlannerSettings:
 def chosen_parameters(options: argparse.Namespace) -> tuple[LogicalParameter, ...]:
     """What is to be planned, as the tensor-parallel ranks would hold it."""
     if options.shapes:
-        parameters = parameters_of_file(options.shapes)
+        parameters = cut_by_name(parameters_of_file(options.shapes), options.tp)
     else:
-        parameters = parameters_for(options.model)
+        parameters = parameters_for(options.model, options.tp)
     if options.routers == "muon":
         parameters = routers_as_matrices(parameters)
     if not optimizer_of(options).whole_matrices:
@@ -322,7 +347,9 @@ def chosen_parameters(options: argparse.Namespace) -> tuple[LogicalParameter, ..
             else p
             for p in parameters
         )
-    return cut_by_name(parameters, options.tp)
+    if options.param_layout == "even":
+        parameters = tuple(replace(p, layout=Layout.EVEN) if p.shape else p for p in parameters)
+    return parameters
 
 
 def plan_for(
@@ -372,7 +399,7 @@ def sweep(
 
 def run(options: argparse.Namespace) -> None:
     """Plan, print and write.  Raises ValueError or OSError on input that cannot be planned."""
-    parameters, topology = chosen_parameters(options), topology_for(options)
+    topology, parameters = topology_for(options), chosen_parameters(options)
     start = time.perf_counter()
     plan = plan_for(options, parameters, topology)
     seconds = time.perf_counter() - start
@@ -383,6 +410,7 @@ def run(options: argparse.Namespace) -> None:
         micro_batches=options.micro_batches,
         state=optimizer_of(options).state_bytes(),
     )
+    moves = update_moves(plan, torch.float32) if options.moves else ()
     points = sweep(options, parameters)
     print(routing_report(parameters))
     texts = [
@@ -390,6 +418,7 @@ def run(options: argparse.Namespace) -> None:
         describe_publish(report),
         describe_fanouts(fanouts),
         describe_estimate(resources, options.zero_stage, options.micro_batches),
+        describe_moves(moves) if options.moves else "",
         describe_sweep(points) if points else "",
     ]
     print("\n".join(text for text in texts if text))
@@ -405,6 +434,8 @@ def run(options: argparse.Namespace) -> None:
             f"tensor parallelism: {len(plan.tp_owners)} matrices cut, slowest rank"
             f" {times.max():.3f} ms, over mean {figures['tp']['slowest_over_mean_ns']:.4f}"
         )
+    if options.moves:
+        figures["moves"] = move_figures(moves)
     if points:
         figures["sweep"] = points
     print(f"digest {plan.digest}")

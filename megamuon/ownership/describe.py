@@ -1,8 +1,8 @@
 """How is a plan told?  Tables for people, and the same figures for programs.
 
 Owns the wording of ``tools/plan_owners.py`` and the keys of its JSON: rails, fan-out per block,
-resource estimate, sweep.  Invariant: it formats figures that ``report`` and ``estimate`` computed
-and computes none. Tested by ``tests/tools/test_plan_owners.py``.
+resource estimate, moves, sweep.  Invariant: it formats figures that ``report``, ``estimate`` and
+``update_plan`` computed and computes none. Tested by ``tests/tools/test_plan_owners.py``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, fields
 from megamuon.ownership.estimate import BlockFanout, ResourceEstimate
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.report import MIB, PlanReport
+from megamuon.ownership.update_plan import Move
 
 SHOWN_BLOCKS = 8
 SHOWN_NAMES = 3
@@ -125,6 +126,32 @@ def describe_estimate(resources: ResourceEstimate, zero_stage: int, micro_batche
             f"{field.name.replace('_', ' '):>24} {max(values) / MIB:>12.2f}"
             f" {sum(values) / len(values) / MIB:>12.2f}"
         )
+    return "\n".join(lines)
+
+
+def move_figures(moves: Sequence[Move]) -> list[dict[str, object]]:
+    """Axis, kind, parameters and bytes of every move, in the order of a step."""
+    return [
+        {
+            "axis": move.axis.value,
+            "kind": move.kind.value,
+            "parameters": list(move.parameters),
+            "bytes": move.nbytes,
+        }
+        for move in moves
+    ]
+
+
+def describe_moves(moves: Sequence[Move]) -> str:
+    """Moves of a step by axis and kind."""
+    if not moves:
+        return "moves of the update: none, every matrix is whole where it is updated"
+    lines = [f"{'moves':>7} {'matrices':>9} {'MiB a step':>11}  of the update, all ranks together"]
+    for axis, kind in dict.fromkeys((move.axis, move.kind) for move in moves):
+        alike = [move for move in moves if (move.axis, move.kind) == (axis, kind)]
+        matrices = sum(len(move.parameters) for move in alike)
+        size = sum(move.nbytes for move in alike) / MIB
+        lines.append(f"{len(alike):>7} {matrices:>9} {size:>11.2f}  {axis}: {kind}")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from itertools import product
 import torch
 
 from megamuon.matrices import LogicalParameter, Route
+from megamuon.ownership.groups import grouped
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.placements import (
     Axis,
@@ -365,4 +366,15 @@ def matrices_of(plan: OwnershipPlan, parameters: Sequence[LogicalParameter]) -> 
         Journey(name=p.name, shape=p.shape, source=plan.storage(p.name), target=plan.update(p.name))
         for p in parameters
         if p.route is Route.MATRIX
+    )
+
+
+def update_moves(plan: OwnershipPlan, dtype: torch.dtype) -> tuple[Move, ...]:
+    """All that a step sends for the matrices of ``plan``, layer group by layer group, if each of
+    them is updated.
+    """
+    return tuple(
+        move
+        for members in grouped(plan.parameters).values()
+        for move in compile_update(matrices_of(plan, members), plan.topology.sizes, dtype).moves
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megamuon.matrices import LogicalParameter
+from megamuon.matrices import LogicalParameter, Route
 from megamuon.models import PRESETS
 from megamuon.ownership import POLICY_NAMES, OwnershipPlan
 from megamuon.ownership.inventory import inventory, inventory_names
@@ -112,6 +112,7 @@ def test_a_golden_case_through_the_command_line(tmp_path: Path) -> None:
         ("qwen2.5-1.5b", ["--shard-size", "2"]),
         ("qwen2.5-1.5b", ["--tp", "2"]),
         ("qwen2.5-1.5b", ["--sharding", "fsdp"]),
+        ("qwen2.5-1.5b", ["--param-layout", "even"]),
     ],
 )
 def test_each_switch_changes_the_plan(tmp_path: Path, model: str, switch: list[str]) -> None:
@@ -194,6 +195,37 @@ def test_tensor_parallelism_shares_the_time_and_the_grid(tmp_path: Path) -> None
     assert found["tp"]["owners"] == dict(plan.tp_owners)
     assert len(plan.tp_owners) == 196
     assert 1.0 <= found["tp"]["slowest_over_mean_ns"] < 1.2
+
+
+def test_presets_are_cut_as_a_run_cuts_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """By whole key/value groups, not by rows: 8 groups of 4 heads of 128 rows on 3 ranks."""
+    parameters = {p.name: p for p in plan_owners.parameters_for("llama3-8b", 3)}
+    layer = "model.layers.0.self_attn"
+    for name, bounds in (("q_proj", (0, 1536, 3072, 4096)), ("k_proj", (0, 384, 768, 1024))):
+        assert parameters[f"{layer}.{name}.weight"].cut.bounds == bounds
+    assert parameters[f"{layer}.o_proj.weight"].cut.bounds == (0, 1536, 3072, 4096)
+    text = failure(capsys, "--model", "qwen2.5-0.5b", "--gpus-per-node", "4", "--tp", "4")
+    assert "2 key/value groups" in text
+
+
+def test_moves_of_the_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two tensor-parallel ranks: half of every matrix to the other, in FP32, and back."""
+    grid = ["--model", "qwen2.5-1.5b", "--sharding", "hsdp", "--nodes", "2", "--gpus-per-node", "4"]
+    found = figures(tmp_path, *grid, "--tp", "2", "--moves")["moves"]
+    elements = sum(
+        p.numel for p in plan_owners.parameters_for("qwen2.5-1.5b") if p.route is Route.MATRIX
+    )
+    assert [list(move) for move in found] == [["axis", "kind", "parameters", "bytes"]] * 56
+    assert [(m["axis"], m["kind"]) for m in found[:2]] == [("tp", "to_owner"), ("tp", "from_owner")]
+    assert [len(move["parameters"]) for move in found] == [7] * 56
+    assert sum(move["bytes"] for move in found) == 2 * elements // 2 * 4
+    assert "tp: to_owner" in capsys.readouterr().out
+    assert figures(tmp_path, *grid, "--moves")["moves"] == []
+    assert "every matrix is whole" in capsys.readouterr().out
+    even = figures(tmp_path, *grid, "--tp", "2", "--moves", "--param-layout", "even")["moves"]
+    sent = {axis: sum(m["bytes"] for m in even if m["axis"] == axis) for axis in ("shard", "tp")}
+    # Each of two replicas gathers over two ranks; then each of four pairs of tp ranks.
+    assert sent == {"shard": 2 * elements * 4, "tp": 4 * elements * 4}
 
 
 def test_shard_size_cuts_nodes_or_spans_them(tmp_path: Path) -> None:
