@@ -29,13 +29,13 @@ from tools.sharded_training import Case, build
 WORLD = 4
 NARROW = Training(steps=1, dtype=torch.float32)
 COUNTED = [
-    Case(line=line, rows=rows, columns=WORLD // (rows * tp), tp=tp, training=NARROW)
+    Case(line=line, replicas=replicas, shards=WORLD // (replicas * tp), tp=tp, training=NARROW)
     for line in "ABCD"
-    for rows, tp in ((1, 1), (2, 1), (1, 2))
+    for replicas, tp in ((1, 1), (2, 1), (1, 2))
 ]
-COUNTED.append(Case(line="M", columns=WORLD, training=NARROW))
+COUNTED.append(Case(line="M", shards=WORLD, training=NARROW))
 EXPERTS = dataclasses.replace(NARROW, model="nano-moe")
-COUNTED += [Case(line=line, columns=2, tp=2, training=EXPERTS) for line in "BC"]
+COUNTED += [Case(line=line, shards=2, tp=2, training=EXPERTS) for line in "BC"]
 
 Sent = dict[tuple[str, str], int]  # bytes by operation and axis
 
@@ -77,7 +77,7 @@ def counted(rank: int, world: int) -> list[tuple[Sent, Sent]]:
     """Counted by this rank, and planned for all, of each case."""
     results = []
     for case in COUNTED:
-        mesh = mesh_of(rank, world, rows=case.rows, tp=case.tp)
+        mesh = mesh_of(rank, world, replicas=case.replicas, tp=case.tp)
         runtime, _ = build(case, mesh)
         result = one_step(case, mesh, runtime)
         # An expert that saw no token is left alone, and moves nowhere.
@@ -109,23 +109,23 @@ def test_a_step_sends_what_the_moves_say(index: int, counts: list) -> None:
 
 WIDE = Training(steps=3)
 OPTIMIZERS = ("muon", "shampoo")
-# rows, columns, tp, and whether one rank of all replicas works on a matrix
+# replicas, shards, tp, and whether one rank of all replicas works on a matrix
 GRIDS = ((1, 4, 1, False), (2, 2, 1, False), (1, 2, 2, False), (2, 2, 1, True), (2, 2, 2, False))
 
 
 def on_one_rank(plan: OwnershipPlan, of_all: bool) -> dict[str, Placement]:
-    """The update of each matrix on the column with the fewest elements so far, largest first."""
-    held = [0] * plan.topology.columns
+    """The update of each matrix on the shard with the fewest elements so far, largest first."""
+    held = [0] * plan.topology.shards
     found = {}
     matrices = [p for p in plan.parameters if p.route is Route.MATRIX]
     for number, p in enumerate(sorted(matrices, key=lambda p: (-p.numel, p.name))):
-        column = held.index(min(held))
-        held[column] += p.numel
-        axes: dict[Axis, Any] = {Axis.SHARD: Owned(column)}
+        shard = held.index(min(held))
+        held[shard] += p.numel
+        axes: dict[Axis, Any] = {Axis.SHARD: Owned(shard)}
         if p.cut is not None and plan.topology.tp > 1:
             axes[Axis.TP] = Owned(plan.tp_owner_of(p.name))
         if of_all:
-            axes[Axis.REPLICATE] = Owned(number % plan.topology.rows)
+            axes[Axis.REPLICATE] = Owned(number % plan.topology.replicas)
         found[p.name] = Placement.of(axes)
     return found
 
@@ -151,10 +151,10 @@ def together(rank: int, world: int, grids: Sequence[tuple[int, int, int, bool]])
     """Line B's run and that of matrices on one rank, for each optimizer and grid."""
     results = []
     for optimizer in OPTIMIZERS:
-        for rows, columns, tp, of_all in grids:
+        for replicas, shards, tp, of_all in grids:
             training = dataclasses.replace(WIDE, optimizer=optimizer)
-            case = Case(line="B", rows=rows, columns=columns, tp=tp, training=training)
-            mesh = mesh_of(rank, world, rows=rows, tp=tp)
+            case = Case(line="B", replicas=replicas, shards=shards, tp=tp, training=training)
+            mesh = mesh_of(rank, world, replicas=replicas, tp=tp)
             gathered = trained(case, mesh)
 
             def owned(
@@ -186,7 +186,7 @@ def runs() -> Mapping[tuple[str, tuple[int, int, int, bool]], list[tuple[dict, d
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_slices_that_one_rank_puts_together(optimizer: str, grid: tuple, runs: Mapping) -> None:
-    rows, columns, tp, of_all = grid
+    replicas, shards, tp, of_all = grid
     everyone = runs[optimizer, grid]
     gathered, ours = everyone[0]
     assert ours["norms"] == gathered["norms"]
@@ -202,10 +202,10 @@ def test_slices_that_one_rank_puts_together(optimizer: str, grid: tuple, runs: M
     assert axes == {"shard"} | ({"tp"} if tp > 1 else set()) | ({"replicate"} if of_all else set())
 
     # The state of the whole is where the whole is worked on, and a checkpoint has it once.
-    replicas = 1 if of_all else rows
+    working = 1 if of_all else replicas
     for name in set().union(*(own["works on"] for _, own in everyone)):
         workers = sum(name in own["works on"] for _, own in everyone)
-        assert workers in (replicas, replicas * tp), name
+        assert workers in (working, working * tp), name
     assert sum(len(own["works on"]) for _, own in everyone) < sum(
         len(all_["works on"]) for all_, _ in everyone
     )
