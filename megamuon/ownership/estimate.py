@@ -13,7 +13,8 @@ A gather sends each segment from its holder straight to the other ranks of the r
 reduction the other way. Groups that stay gathered (the root's loose parameters, a table tied to a
 head) are gathered once per pass at ZeRO-3 too; at ZeRO-1 weights are gathered once per step, after
 the update. Each micro-batch is reduced. Across replicas, gradients of owned parameters go to the
-owner, slices are all-reduced as in plain HSDP, and owned parameters are published. Workspace:
+owner, slices are all-reduced as in plain HSDP, and owned parameters are published. What the update
+of matrices moves is counted apart, in ``update_plan.py``. Workspace:
 gathered buffers (at ZeRO-3 the largest group, the one prefetched and those that stay; at ZeRO-2
 all), gradient slots of two groups (one is written, one is reduced) and the largest owner window.
 Padding of buffers to an alignment and what a library allocates for itself are not in it.

@@ -7,7 +7,7 @@ axes nest from the inside out, so a tensor comes together along the outer axes f
 the shard axis are pieces of a tensor-parallel piece) and comes apart along the inner ones first; a
 whole that lies on its owner moves nowhere. The bytes of a move are what its ranks count when it
 runs. Tested by ``tests/ownership/test_update_plan.py`` and, against counted bytes, by
-``tests/distributed/test_matrix_update.py``.
+``tests/distributed/test_update_moves.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from itertools import product
+from itertools import product, takewhile
 
 import torch
 
@@ -91,14 +91,10 @@ def _part(held: Piece | None, wanted: Piece | None) -> Piece | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
-    """One tensor in one move, on all ranks: two placements that differ on one axis."""
+class Leg(Journey):
+    """One tensor in one move, on all ranks: from source to target, which differ on one axis."""
 
-    name: str
-    shape: tuple[int, ...]
     axis: Axis
-    source: Placement
-    target: Placement
 
     @property
     def kind(self) -> MoveKind:
@@ -247,11 +243,11 @@ def compile_moves(
     Raises ValueError for a change that no move makes, and for a tensor that would have to change
     along an axis while an outer one still cuts it.
     """
-    order = list(Axis)
+    along = list(reversed(Axis)) if apart else list(Axis)
     legs: dict[tuple[Axis, MoveKind], list[Leg]] = {}
     for journey in journeys:
         now = journey.source
-        for axis in reversed(order) if apart else order:
+        for axis in along:
             new = journey.target.on(axis)
             if now.on(axis) == new:
                 continue
@@ -263,25 +259,17 @@ def compile_moves(
                 )
                 legs.setdefault((axis, leg.kind), []).append(leg)
             now = then
-    kinds = list(MoveKind)
-    places = sorted(
-        legs,
-        key=lambda key: (order.index(key[0]) * (-1 if apart else 1), kinds.index(key[1])),
-    )
     return tuple(
         Move(axis=axis, kind=kind, legs=tuple(legs[axis, kind]), dtype=dtype, sizes=sizes)
-        for axis, kind in places
+        for axis in along
+        for kind in MoveKind
+        if (axis, kind) in legs
     )
 
 
 def _check_nesting(name: str, now: Placement, axis: Axis, sizes: Sizes) -> None:
-    order = list(Axis)
-    for outer, cut in now.axes:
-        if (
-            order.index(outer) < order.index(axis)
-            and isinstance(cut, Shard)
-            and sizes.get(outer, 1) > 1
-        ):
+    for outer in takewhile(lambda each: each is not axis, Axis):
+        if isinstance(now.on(outer), Shard) and sizes.get(outer, 1) > 1:
             raise ValueError(
                 f"{name} cannot change along {axis} while {outer} cuts it: slices along {outer} are"
                 " pieces of what it is there"

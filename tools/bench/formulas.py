@@ -20,8 +20,9 @@ each tensor-parallel rank's pieces of them:
   Parameters in even slices are all-reduced; the sums come back in the master dtype (line A:
   all-reduced in the reduction dtype). A message of a publish has a header, which is not in the
   formula. Line D publishes payloads alone.
-* matrix_gather, inside replicas, line B: R (K-1) M, the momentum of the M elements of matrices, in
-  the master dtype.
+* matrix_gather, inside replicas, line B, and tp_matrices, between tensor-parallel ranks: the moves
+  of the matrix update (``megamuon/ownership/update_plan.py``), in the master dtype. For line B that
+  is R (K-1) M, the momentum of the M elements of matrices.
 
 Line D moves what line C moves, and holds what it holds; beyond that it keeps a symmetric pool,
 whose size is a plan of its own (``megamuon/runtime/pool.py``), and control memory.
@@ -36,13 +37,20 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.ownership import OwnershipPlan
 from megamuon.ownership.groups import group_of
+from megamuon.ownership.update_plan import update_moves
+from megamuon.placements import Axis
 
-INSIDE, ACROSS = "inside_rows", "across_rows"
+INSIDE, ACROSS, TP = "inside_rows", "across_rows", "tp"
 RESIDENT = ("parameters", "gradients", "optimizer_state")
 Key = tuple[str, str]  # kind of traffic, link class
+# What the moves of the matrix update count as, by axis.
+MOVES: dict[Axis, Key] = {Axis.SHARD: ("matrix_gather", INSIDE), Axis.TP: ("tp_matrices", TP)}
+MASTERS = {dtype.itemsize: dtype for dtype in (torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +109,9 @@ def traffic_formula(plan: OwnershipPlan, shape: Shape, *, padding: bool = True) 
         ("reduce", ACROSS): (replicas - 1) * ((owned + sliced) * widths.reduce + sliced * back),
         ("publish", ACROSS): (replicas - 1) * owned * widths.compute,
     }
-    if shape.line == "B":
-        matrices = sum(size(p) for p in trained if p.route is Route.MATRIX)
-        forms["matrix_gather", INSIDE] = replicas * (shards - 1) * matrices * widths.master
+    for move in update_moves(plan, MASTERS[widths.master]):
+        key = MOVES[move.axis]
+        forms[key] = forms.get(key, 0) + move.nbytes
     return {key: nbytes for key, nbytes in forms.items() if nbytes}
 
 

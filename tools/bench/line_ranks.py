@@ -27,6 +27,7 @@ from tools.bench.footprint import Shared, shared_of, storage_bytes
 from tools.bench.formulas import (
     ACROSS,
     INSIDE,
+    TP,
     Key,
     Shape,
     Widths,
@@ -43,7 +44,7 @@ PHASES = ("forward", "backward", "optimizer", "exposed_communication", "publish_
 # Rounds: the first freezes orders, the second opens line D's pool, the third makes its operators'
 # tables; and caches fill.
 WARM_UP = 3
-WORLD, TP = "world", "tp"
+WORLD = "world"
 CLASSES = (INSIDE, ACROSS, TP, WORLD)
 OPERATORS: dict[str, Key] = {  # of the host fabric; ``share`` sends finished sums to all replicas
     "ready gather": ("gather", INSIDE),

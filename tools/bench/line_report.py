@@ -22,10 +22,9 @@ PLAN_WITHIN = 0.001  # of its plan: each rank
 FREE = (
     "norm",
     "pass_end",
-    "tp_matrices",
     "tp_activations",
 )
-IN_THE_STEP = {*FREE, "publish"}  # what an owner's optimizer step may send
+IN_THE_STEP = {*FREE, "publish", "tp_matrices"}  # what an owner's optimizer step may send
 
 Ranks = Sequence[Mapping[str, Any]]  # one line's measurements of all ranks
 
