@@ -15,24 +15,21 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import fields, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
 
-from megamuon.arguments import ModelFlags, RecomputeFlags  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
 from megamuon.matrices import (  # noqa: E402
     Layout,
     LogicalParameter,
     Route,
-    collect,
     routing_report,
 )
-from megamuon.models import GPT, PRESETS, gpt_config_from_flags  # noqa: E402
+from megamuon.models import PRESETS  # noqa: E402
 from megamuon.optim import RECIPES  # noqa: E402
 from megamuon.ownership import (  # noqa: E402
     POLICY_NAMES,
@@ -60,19 +57,15 @@ from megamuon.ownership.describe import (  # noqa: E402
     move_figures,
     plan_figures,
 )
-from megamuon.ownership.inventory import (  # noqa: E402
-    ShapeTableError,
-    cut_by_name,
-    inventory,
-    inventory_names,
-    parameters_from_table,
-    routers_as_matrices,
-    unknown_model,
-)
+from megamuon.ownership.inventory import routers_as_matrices  # noqa: E402
 from megamuon.ownership.update_plan import update_moves  # noqa: E402
 from megamuon.runtime.config import OptimizerSettings  # noqa: E402
 from megamuon.runtime.measure import planned_cost  # noqa: E402
-from megamuon.sharding import plan_sharding  # noqa: E402
+from tools.planned_models import (  # noqa: E402
+    model_names,
+    parameters_for,
+    parameters_of_file,
+)
 
 
 def _byte_cap(text: str) -> float | None:
@@ -227,53 +220,11 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
     )
 
 
-def model_names() -> tuple[str, ...]:
-    """Names that ``parameters_for`` knows: presets that can be trained, then tables of shapes."""
-    return (*PRESETS, *(name for name in inventory_names() if name not in PRESETS))
-
-
-def parameters_for(name: str, tp: int = 1) -> tuple[LogicalParameter, ...]:
-    """Parameters of a model by name, as ``tp`` tensor-parallel ranks would hold them: of the
-    modules themselves where there is a preset, cut by a run's own plan; of a table of shapes else,
-    cut by names.
-
-    Raises UnknownModelError with the nearest name, and ShardingError where a run would.
-    """
-    if name in PRESETS:
-        return preset_parameters(name, tp)
-    if name not in inventory_names():
-        raise unknown_model(name, model_names())
-    return cut_by_name(inventory(name), tp)
-
-
-@cache
-def preset_parameters(name: str, tp: int) -> tuple[LogicalParameter, ...]:
-    """Parameters that a run of the preset would have, from a model without storage."""
-    preset = PRESETS[name]
-    known = {field.name for field in fields(ModelFlags)}
-    flags = ModelFlags(**{key: value for key, value in preset.items() if key in known})
-    multiple = flags.make_vocab_size_divisible_by
-    rows = -(-preset["vocab_size"] // multiple) * multiple
-    config = gpt_config_from_flags(flags, padded_vocab_size=rows, recompute=RecomputeFlags())
-    with torch.device("meta"):
-        model = GPT(config)
-    placements = plan_sharding(model, tp=tp).placements
-    return collect(model, layers=GPT.layer_classes, placements=placements)
-
-
 def threshold_for(options: argparse.Namespace) -> int:
     """``--owner-unit-threshold``, else the preset's own, else the rule's."""
     if options.owner_unit_threshold is not None:
         return options.owner_unit_threshold
     return PRESETS.get(options.model, {}).get("owner_unit_threshold", UNIT_THRESHOLD)
-
-
-def parameters_of_file(path: str) -> tuple[LogicalParameter, ...]:
-    """Parameters of a user's table of shapes.  Raises ShapeTableError naming the file."""
-    try:
-        return parameters_from_table(json.loads(Path(path).read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ShapeTableError(f"{path}: {error}") from error
 
 
 def optimizer_of(options: argparse.Namespace) -> OptimizerSettings:
@@ -335,7 +286,7 @@ def settings_for(options: argparse.Namespace) -> PlannerSettings:
 def chosen_parameters(options: argparse.Namespace) -> tuple[LogicalParameter, ...]:
     """What is to be planned, as the tensor-parallel ranks would hold it."""
     if options.shapes:
-        parameters = cut_by_name(parameters_of_file(options.shapes), options.tp)
+        parameters = parameters_of_file(options.shapes, options.tp)
     else:
         parameters = parameters_for(options.model, options.tp)
     if options.routers == "muon":
