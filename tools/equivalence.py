@@ -37,7 +37,7 @@ import torch  # noqa: E402
 from megamuon.collectives import TRANSPORTS  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
 from megamuon.models import PRESETS  # noqa: E402
-from megamuon.ownership.settings import POLICY_NAMES  # noqa: E402
+from megamuon.ownership import POLICIES  # noqa: E402
 from tools.equivalence_ranks import Outcome, run_on_ranks  # noqa: E402
 from tools.reference_training import OPTIMIZERS, Training, reference_run  # noqa: E402
 from tools.sharded_training import FAULTS, LINES, Case, not_applicable  # noqa: E402
@@ -144,7 +144,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=[None],
         help=f"of {', '.join(COLLECTIVES)}; the line's own when not given",
     )
-    add("--owner-planner", type=_listed(str, POLICY_NAMES), default=[None])
+    add("--owner-planner", type=_listed(str, POLICIES), default=[None])
     add("--owner-unit-threshold", type=int, help="the preset's when not given")
     add("--batch", type=_positive, help="samples of a step; as few as divide when not given")
     add("--length", type=_positive, default=16, help="tokens of a sample")

@@ -199,6 +199,7 @@ def _shard(trial: Trial, rank: int, model: Model, further: dict[str, Any]) -> An
         "compute_dtype": F64,
         "reduce_dtype": F64,
         "master_dtype": F64,
+        "ns_cost": "closed-form",
         "unit_threshold": 50,  # so small that every block has several owners
         "optimizer": OptimizerSettings(matrices="sgd", rest=SgdConfig(momentum=MOMENTUM), clip=0.0),
         **further,

@@ -32,7 +32,7 @@ from megamuon.matrices import (  # noqa: E402
 from megamuon.models import PRESETS  # noqa: E402
 from megamuon.optim import RECIPES  # noqa: E402
 from megamuon.ownership import (  # noqa: E402
-    POLICY_NAMES,
+    POLICIES,
     UNIT_THRESHOLD,
     CostFunction,
     OwnershipPlan,
@@ -154,7 +154,7 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
     rule.add_argument(
         "--owner-planner",
         "--policy",
-        choices=POLICY_NAMES,
+        choices=POLICIES,
         default="lpt",
         help="policy; those with role_, scope_ and cost_ are MatrixFSDP's (%(default)s)",
     )

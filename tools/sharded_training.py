@@ -218,6 +218,7 @@ def runtime_config(case: Case) -> RuntimeConfig:
         reduce_dtype=training.dtype,
         master_dtype=training.dtype,
         unit_threshold=threshold,
+        ns_cost="closed-form",
         planner=PlannerSettings(policy=case.policy),
         seed=training.seed,
         optimizer=OptimizerSettings(

@@ -9,7 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megamuon.collectives import TRANSPORTS
 from megamuon.flags import flag
+from megamuon.ownership import POLICIES, PlannerSettings
+from megamuon.runtime.config import RuntimeConfig
+
+KIB = 1024
 
 
 def _number_or_none(word: str) -> float | None:
@@ -33,12 +38,12 @@ class ParallelFlags:
         low=1,
     )
     zero_stage: Literal[1, 2, 3] = flag(
-        3,
+        RuntimeConfig.zero_stage,
         "3: parameters are released after the forward and gathered again; 2: kept until the "
         "backward; 1: whole parameters stay resident, a baseline for --sharding fsdp",
     )
     publish: Literal["async", "sync"] = flag(
-        "async",
+        RuntimeConfig.publish,
         "--sharding hsdp: new weights travel to the replicas behind later updates and the next "
         "forward, or before the step ends",
     )
@@ -66,66 +71,70 @@ class OwnershipFlags:
         "owner",
         "owner: whole parameters on one rank each; even: equal slices of dim 0 on every rank",
     )
-    collectives: Literal["ready", "grouped", "per_owner", "p2p", "padded", "fsdp2"] = flag(
-        "ready",
+    collectives: str = flag(
+        RuntimeConfig.collectives,
         "ready: ready-scheduled operators over memory that ranks share; falls back to "
         "grouped, saying why, where there is no fabric. The others are calls of torch.distributed: "
         "one per layer group; one per owner in it; a schedule of sends and receives; one of equal, "
         "padded shares; or those of torch's fully_shard",
+        choices=lambda: (*TRANSPORTS, "fsdp2"),
     )
     matrix_update: Literal["owner", "gather", "none"] = flag(
-        "owner",
+        RuntimeConfig.matrix_update,
         "where the matrix optimizer runs: on the owner, on every rank after gathering, or nowhere",
     )
     fabric: Literal["auto", "host", "nccl"] = flag(
-        "auto",
+        RuntimeConfig.fabric,
         "what --collectives ready runs on; host: shared memory of the CPU ranks of one machine; "
         "nccl: GPUs, by kernels over NCCL's device interface (not yet verified on a GPU); auto: "
         "host where it can be had, else grouped with a printed line. A named fabric that cannot be "
         "had is an error",
     )
     ring_slots: int = flag(
-        8, "--collectives ready: chunks on the way between two ranks, per source", low=1, high=64
+        RuntimeConfig.ring_slots,
+        "--collectives ready: chunks on the way between two ranks, per source",
+        low=1,
+        high=64,
     )
     chunk_kib: int = flag(
-        64,
+        RuntimeConfig.chunk_bytes // KIB,
         "--collectives ready: size of a chunk of a gather or reduction, in KiB",
         low=1,
         high=1024,
     )
     publish_tile_kib: int = flag(
-        512,
+        RuntimeConfig.publish_tile_bytes // KIB,
         "--collectives ready: size of a tile of new weights on the way to other replicas, in KiB",
         low=1,
         high=65536,
     )
     collective_deadline: float = flag(
-        600.0,
+        RuntimeConfig.collective_deadline,
         "--collectives ready: seconds that an operator may stand still before all ranks abort",
         above=0.0,
     )
     check_collective_order: bool = flag(
-        False,
+        RuntimeConfig.check_collective_order,
         "for debugging: let every gather and reduction say which layer it is for, and stop where "
         "ranks are in different calls; costs a small collective per call",
     )
-    owner_planner: Literal[
-        "lpt", "numel", "round_robin", "role_greedy", "scope_greedy", "cost_aware"
-    ] = flag(
-        "lpt",
+    owner_planner: str = flag(
+        PlannerSettings.policy,
         "assign by Newton-Schulz time (longest first), by elements, or in turns; the last three "
         "are those of line M: per layer, over all layers, or whichever of the two fits",
+        choices=lambda: POLICIES,
     )
     owner_unit_threshold: int = flag(
-        5_000_000,
+        RuntimeConfig.unit_threshold,
         "parameters of so many elements are units of their own; smaller ones of a layer merge",
         low=0,
     )
     merge_experts: bool = flag(
-        False, "let the small matrices of experts merge into units like all others"
+        RuntimeConfig.merge_experts,
+        "let the small matrices of experts merge into units like all others",
     )
     owner_byte_cap: float | None = flag(
-        0.1,
+        PlannerSettings.byte_cap,
         "allowed share of bytes above the mean rank; `none` switches the cap off",
         low=0.0,
         parse=_number_or_none,
@@ -139,7 +148,7 @@ class OwnershipFlags:
         off_names=("--no-owner-column-balance",),
     )
     ns_cost: Literal["measured", "file", "closed-form"] = flag(
-        "measured", "where the time of a Newton-Schulz iteration per shape comes from"
+        RuntimeConfig.ns_cost, "where the time of a Newton-Schulz iteration per shape comes from"
     )
     ns_cost_file: str | None = flag(None, "cost table for --ns-cost file")
     ns_cost_cache: str | None = flag(

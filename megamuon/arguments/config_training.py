@@ -13,6 +13,7 @@ from typing import Literal
 
 from megamuon.flags import flag
 from megamuon.optim.registry import RECIPES
+from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class TrainingFlags:
         None, "save and exit after so many minutes on the slowest rank", low=0
     )
     skip_train: bool = flag(False, "evaluate only")
-    seed: int = flag(1234, "seed of initialisation, data order and dropout", low=0)
+    seed: int = flag(RuntimeConfig.seed, "seed of initialisation, data order and dropout", low=0)
     deterministic_mode: bool = flag(False, "only kernels that repeat bit for bit")
     manual_gc: bool = flag(False, "turn Python's garbage collector off and collect on schedule")
     manual_gc_interval: int = flag(
@@ -53,7 +54,7 @@ class OptimizerFlags:
     """Which optimizer, and what holds for all of them; each brings flags of its own (``optim``)."""
 
     optimizer: str = flag(
-        "muon",
+        OptimizerSettings.matrices,
         "optimizer of the matrices, with AdamW for the rest; adam (adamw is the same) and sgd are "
         "for everything",
         choices=lambda: RECIPES,
@@ -66,8 +67,12 @@ class OptimizerFlags:
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
         "constant", "how the decay goes from its start to its end"
     )
-    apply_wd_to_qk_layernorm: bool = flag(False, "decay the gains of query and key norms too")
-    clip_grad: float = flag(1.0, "limit of the global gradient norm; 0 = none", low=0.0)
+    apply_wd_to_qk_layernorm: bool = flag(
+        OptimizerSettings.decay_qk_norm, "decay the gains of query and key norms too"
+    )
+    clip_grad: float = flag(
+        OptimizerSettings.clip, "limit of the global gradient norm; 0 = none", low=0.0
+    )
 
 
 def optimizer_flags() -> type[OptimizerFlags]:

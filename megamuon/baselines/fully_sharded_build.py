@@ -34,7 +34,7 @@ from megamuon.ownership.cost import closed_form_cost
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan
 from megamuon.ownership.settings import Topology
-from megamuon.runtime.agreement import exchange_plan, exchange_settings, settings_texts
+from megamuon.runtime.agreement import config_texts, exchange_plan, exchange_settings
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.initial import Fill, parameter_seed
@@ -81,13 +81,8 @@ def exchange(
     settings = {
         "line": "A",
         "parameters": hashlib.sha256(repr(plan.parameters).encode()).hexdigest()[:16],
-        "zero_stage": str(config.zero_stage),
-        "compute": str(config.compute_dtype),
-        "reduce": str(config.reduce_dtype),
-        "master": str(config.master_dtype),
-        "seed": str(config.seed),
     }
-    exchange_settings(settings | settings_texts(config.optimizer) | dict(more), group)
+    exchange_settings(settings | config_texts(config) | dict(more), group)
     exchange_plan(plan, group)
 
 

@@ -1,7 +1,8 @@
 """How bytes move: AllGatherV and ReduceScatterV over segment tables, one file per transport;
 the two-stage reduction of a grid.
 
-Owns the choice of a transport by name.  Tested by ``tests/distributed/test_transports.py``.
+Owns the choice of a transport by name, and the registry of names.  Tested by
+``tests/distributed/test_transports.py``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ TRANSPORTS: dict[str, Callable[[TransportSettings], Transport]] = {
 }
 
 
+def register_transport(name: str, build: Callable[[TransportSettings], Transport]) -> None:
+    """Add a transport, on all ranks alike, before flags are parsed: ``--collectives`` knows the
+    name.  Raises ValueError for a name that is taken.
+    """
+    if name in TRANSPORTS or name == "fsdp2":  # line A's, which is no transport of ours
+        raise ValueError(f"transport {name!r}: there is one of this name")
+    TRANSPORTS[name] = build
+
+
 def build_transport(name: str, settings: TransportSettings) -> Transport:
     """The transport that ``--collectives`` names. Raises ValueError for a name that does not
     exist.
@@ -65,4 +75,5 @@ __all__ = [
     "TwoStageTable",
     "Work",
     "build_transport",
+    "register_transport",
 ]

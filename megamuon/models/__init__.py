@@ -8,7 +8,7 @@ from megamuon.models.build import gpt_config_from_flags
 from megamuon.models.config import GPTConfig, ModelConfigError, RecomputeConfig
 from megamuon.models.flops import count_parameters, flops_per_token
 from megamuon.models.gpt import GPT, DecoderLayer
-from megamuon.models.presets import PRESETS
+from megamuon.models.presets import PRESETS, register_preset
 
 __all__ = [
     "GPT",
@@ -20,4 +20,5 @@ __all__ = [
     "count_parameters",
     "flops_per_token",
     "gpt_config_from_flags",
+    "register_preset",
 ]

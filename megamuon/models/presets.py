@@ -1,9 +1,9 @@
 """Named architectures, as values of flags.
 
-Owns ``PRESETS``: name -> {Megatron's dest: value}.  Invariant: a preset holds flags only, so
-whatever it says an explicit flag can override; a name means one published architecture (base
-models, sizes as on the Hub) or one of ours. Tested by ``tests/models/test_presets.py`` against the
-published inventories.
+Owns ``PRESETS``: name -> {Megatron's dest: value}, which ``register_preset`` extends. Invariant: a
+preset holds flags only, so whatever it says an explicit flag can override; a name means one
+published architecture (base models, sizes as on the Hub) or one of ours. Tested by
+``tests/models/test_presets.py`` against the published inventories.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ _GPT2: Preset = MappingProxyType(
 )
 
 # fmt: off
-PRESETS: Mapping[str, Preset] = MappingProxyType({
+PRESETS: dict[str, Preset] = {
     "qwen2.5-0.5b": _qwen25(layers=24, hidden=896, ffn=4864, heads=14, groups=2, channels=64,
                             vocabulary=151936, positions=32768, tied=True),
     "qwen2.5-1.5b": _qwen25(layers=28, hidden=1536, ffn=8960, heads=12, groups=2, channels=128,
@@ -157,5 +157,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType({
                         owner_unit_threshold=2_000,
                         **_experts(count=5, top_k=2, width=29, shared=43, normalised=False,
                                    coefficient=0.01)),
-})
+}
 # fmt: on
+
+
+def register_preset(name: str, values: Preset) -> None:
+    """Add an architecture, on all ranks alike, before flags are parsed: ``--model`` knows the name.
+    ``values``: of flags, by dest.  Raises ValueError for a name that is taken.
+    """
+    if name in PRESETS:
+        raise ValueError(f"preset {name!r}: there is one of this name")
+    PRESETS[name] = MappingProxyType(dict(values))

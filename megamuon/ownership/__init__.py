@@ -29,15 +29,16 @@ from megamuon.ownership.planner import (
     build_plan,
     muon_shapes,
     planned_units,
+    register_policy,
     unit_costs,
 )
 from megamuon.ownership.report import PlanReport, Rail, summarize, tp_rank_times
-from megamuon.ownership.settings import POLICY_NAMES, ROLE_POLICIES, PlannerSettings, Topology
+from megamuon.ownership.settings import POLICY_UNITS, ROLE_POLICIES, PlannerSettings, Topology
 from megamuon.ownership.units import UNIT_THRESHOLD, Unit, build_units
 
 __all__ = [
     "POLICIES",
-    "POLICY_NAMES",
+    "POLICY_UNITS",
     "ROLE_POLICIES",
     "UNIT_THRESHOLD",
     "BlockFanout",
@@ -66,6 +67,7 @@ __all__ = [
     "measured_costs",
     "muon_shapes",
     "planned_units",
+    "register_policy",
     "summarize",
     "tp_rank_times",
     "unit_costs",

@@ -19,10 +19,10 @@ from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.ownership.cost import CostError, CostFunction
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.roles import cost_aware, role_greedy, scope_greedy
-from megamuon.ownership.settings import PlannerSettings, Topology
+from megamuon.ownership.settings import POLICY_UNITS, PlannerSettings, Topology
 from megamuon.ownership.settle import settle_experts
 from megamuon.ownership.tensor_parallel import choose_tp_owners, needs_tp_owner
-from megamuon.ownership.units import UNIT_THRESHOLD, Unit, build_units
+from megamuon.ownership.units import UNIT_RULES, UNIT_THRESHOLD, Unit, build_units
 
 Policy = Callable[[Sequence[Unit], Sequence[float], Topology, PlannerSettings], tuple[int, ...]]
 
@@ -34,6 +34,7 @@ __all__ = [
     "build_plan",
     "muon_shapes",
     "planned_units",
+    "register_policy",
     "unit_costs",
 ]
 
@@ -146,6 +147,19 @@ POLICIES: dict[str, Policy] = {
     "scope_greedy": scope_greedy,
     "cost_aware": cost_aware,
 }
+
+
+def register_policy(name: str, policy: Policy, *, units: str = "threshold") -> None:
+    """Add a policy, on all ranks alike, before flags are parsed: ``--owner-planner`` knows the
+    name.  ``units``: the rule of ``build_units`` that it goes with.  Raises ValueError for a name
+    that is taken and for an unknown rule.
+    """
+    if name in POLICIES:
+        raise ValueError(f"policy {name!r}: there is one of this name")
+    if units not in UNIT_RULES:
+        raise ValueError(f"policy {name!r}: units={units!r} is none of {', '.join(UNIT_RULES)}")
+    POLICY_UNITS[name] = units
+    POLICIES[name] = policy
 
 
 def assign(

@@ -14,7 +14,11 @@ from megamuon.placements import Axis
 
 # Policies whose units are roles: each matrix by itself, all else of a block in one packed tail.
 ROLE_POLICIES = ("role_greedy", "scope_greedy", "cost_aware")
-POLICY_NAMES = ("lpt", "numel", "round_robin", *ROLE_POLICIES)
+# The rule of ``build_units`` that each policy goes with; ``planner.register_policy`` adds to it.
+POLICY_UNITS = {
+    **dict.fromkeys(("lpt", "numel", "round_robin"), "threshold"),
+    **dict.fromkeys(ROLE_POLICIES, "roles"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ class PlannerSettings:
     receives into when the block is gathered and reduced.
     """
 
-    policy: str = "lpt"  # one of POLICY_NAMES
+    policy: str = "lpt"  # one of POLICY_UNITS
     byte_cap: float | None = 0.1  # share of bytes that a rank may hold above the mean; None: no cap
     spread_layers: bool = True  # the units of one layer go to different ranks while there are any
     balance_rails: bool = True  # HSDP: first the rail with the least time, then a rank inside it
@@ -85,9 +89,9 @@ class PlannerSettings:
     workspace_cap_mib: float | None = None  # scope plan: most MiB of workspace; None: no limit
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICY_NAMES:
+        if self.policy not in POLICY_UNITS:
             raise ValueError(
-                f"PlannerSettings.policy {self.policy!r} is none of {', '.join(POLICY_NAMES)}"
+                f"PlannerSettings.policy {self.policy!r} is none of {', '.join(POLICY_UNITS)}"
             )
         cap = self.byte_cap
         if cap is not None and not (math.isfinite(cap) and cap >= 0):
@@ -109,4 +113,4 @@ class PlannerSettings:
     @property
     def unit_rule(self) -> str:
         """The rule of ``build_units`` that the policy goes with."""
-        return "roles" if self.policy in ROLE_POLICIES else "threshold"
+        return POLICY_UNITS[self.policy]

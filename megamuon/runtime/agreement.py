@@ -14,23 +14,44 @@ import torch
 import torch.distributed as dist
 
 from megamuon.ownership.plan import OwnershipPlan
-from megamuon.runtime.config import OptimizerSettings
+from megamuon.runtime.config import RuntimeConfig
 
 
 class PlanMismatchError(RuntimeError):
     """Ranks computed different plans or run with different settings."""
 
 
-def settings_texts(optimizer: OptimizerSettings) -> dict[str, str]:
-    """The optimizers' settings as text by name, those of nested configurations one by one."""
-    texts: dict[str, str] = {}
-    for field in fields(optimizer):
-        value = getattr(optimizer, field.name)
+# Fields of RuntimeConfig that ranks may differ in, with the reason; all others are compared.
+MAY_DIFFER: Mapping[str, str] = {
+    "ns_cost_file": "a path of this machine; what it says is compared as part of the plan",
+    "ns_cost_cache": "a path of this machine; what it holds is combined over the ranks",
+    "owner_layout": "decides the parameters' layouts, which are compared as such",
+    "unit_threshold": "compared as part of the plan, which names the unit that differs",
+    "merge_experts": "compared as part of the plan, which names the unit that differs",
+    "planner": "compared as part of the plan, which names the setting that differs",
+}
+
+
+def config_texts(config: RuntimeConfig) -> dict[str, str]:
+    """Every setting that all ranks must share, as text by name; those of the optimizers one by
+    one.
+    """
+    texts = {
+        field.name: _text(getattr(config, field.name))
+        for field in fields(config)
+        if field.name not in MAY_DIFFER and field.name != "optimizer"
+    }
+    for field in fields(config.optimizer):
+        value = getattr(config.optimizer, field.name)
         parts = fields(value) if is_dataclass(value) else ()
         texts |= {
             f"{field.name}.{part.name}": repr(getattr(value, part.name)) for part in parts
         } or {field.name: repr(value)}
     return texts
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
 
 
 def exchange_settings(settings: Mapping[str, str], group: dist.ProcessGroup | None) -> None:

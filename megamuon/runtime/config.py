@@ -116,7 +116,7 @@ class RuntimeConfig:
 
     # 3 gathers weights twice per pass, 2 keeps them from forward to backward, 1 keeps them always
     zero_stage: int = 3
-    collectives: str = "grouped"
+    collectives: str = "ready"  # falls back to grouped, with a note, where there is no fabric
     fabric: str = "auto"  # what collectives="ready" runs on: one of FABRICS
     ring_slots: int = 8  # ready: chunks on the way between two ranks, per source
     chunk_bytes: int = 65536  # ready: of gathers and reductions
@@ -133,7 +133,7 @@ class RuntimeConfig:
     unit_threshold: int = UNIT_THRESHOLD
     merge_experts: bool = False
     planner: PlannerSettings = field(default_factory=PlannerSettings)
-    ns_cost: str = "closed-form"  # measured, file or closed-form
+    ns_cost: str = "measured"  # or file, or closed-form
     ns_cost_file: str | None = None
     ns_cost_cache: str | None = None  # a directory; measured times are kept there
     check_collective_order: bool = False  # every call says which layer group it is for

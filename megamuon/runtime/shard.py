@@ -29,7 +29,7 @@ from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan, muon_shapes, planned_units
 from megamuon.ownership.settings import Topology
 from megamuon.runtime import hooks
-from megamuon.runtime.agreement import exchange_plan, exchange_settings, settings_texts
+from megamuon.runtime.agreement import config_texts, exchange_plan, exchange_settings
 from megamuon.runtime.assembly import Grid, build_parts, device_of
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
@@ -171,26 +171,9 @@ def _agreed_settings(
     settings = {
         "parameters": hashlib.sha256(repr(parameters).encode()).hexdigest()[:16],
         "stored_plan": "none" if stored is None else stored.digest[:16],
-        "ns_cost": config.ns_cost,
         "grid": f"{mesh.replicas}x{mesh.shards}x{mesh.tp}",
-        "zero_stage": str(config.zero_stage),
-        "matrix_update": config.matrix_update,
-        "publish": config.publish,
-        "collectives": config.collectives,
-        "fabric": config.fabric,
-        "ring_slots": str(config.ring_slots),
-        "chunk_bytes": str(config.chunk_bytes),
-        "publish_tile_bytes": str(config.publish_tile_bytes),
-        "collective_deadline": str(config.collective_deadline),
-        "check_collective_order": str(config.check_collective_order),
-        "schedule": repr(config.schedule),
-        "compute": str(config.compute_dtype),
-        "sent": str(config.sent_dtype),
-        "reduce": str(config.reduce_dtype),
-        "master": str(config.master_dtype),
-        "seed": str(config.seed),
     }
-    return settings | settings_texts(config.optimizer)
+    return settings | config_texts(config)
 
 
 def _parameters_by_name(

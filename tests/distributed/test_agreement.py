@@ -10,16 +10,17 @@ import torch.distributed as dist
 
 from megamuon.optim import MuonConfig
 from megamuon.ownership.settings import PlannerSettings
-from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, shard
 from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.measure import CACHE, median_over_ranks
 from tests.support.ranks import run_ranks
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import SCENARIOS, Block, build
 
 
 def attempt(**settings: object) -> str:
     """The message of a failed start, or the digest of the plan."""
-    config = RuntimeConfig(unit_threshold=50, **settings)  # type: ignore[arg-type]
+    config = plain_config(unit_threshold=50, **settings)  # type: ignore[arg-type]
     try:
         model = build(SCENARIOS["plain"]).float()
         return shard(model, layers=(Block,), config=config).plan.digest
@@ -78,7 +79,7 @@ def test_measured_costs_are_shared(results: list[dict]) -> None:
 
 
 def test_measured_times_are_kept_and_taken_from_the_cache(tmp_path: Path) -> None:
-    config = RuntimeConfig(
+    config = plain_config(
         unit_threshold=50, ns_cost="measured", ns_cost_cache=str(tmp_path / "times")
     )
     first = shard(build(SCENARIOS["plain"]).float(), layers=(Block,), config=config).plan
@@ -89,18 +90,22 @@ def test_measured_times_are_kept_and_taken_from_the_cache(tmp_path: Path) -> Non
 
 def test_a_stored_plan_is_reused_where_it_fits() -> None:
     model = build(SCENARIOS["plain"]).float()
-    plan = shard(model, layers=(Block,)).plan
-    again = shard(build(SCENARIOS["plain"]).float(), layers=(Block,), plan=plan)
+    plan = shard(model, layers=(Block,), config=plain_config()).plan
+    again = shard(
+        build(SCENARIOS["plain"]).float(), layers=(Block,), plan=plan, config=plain_config()
+    )
     assert again.plan is plan
     for settings in (
-        RuntimeConfig(unit_threshold=50),
-        RuntimeConfig(planner=PlannerSettings(policy="round_robin")),
+        plain_config(unit_threshold=50),
+        plain_config(planner=PlannerSettings(policy="round_robin")),
     ):
         changed = shard(
             build(SCENARIOS["plain"]).float(), layers=(Block,), plan=plan, config=settings
         )
         assert changed.plan is not plan
-    other = shard(build(SCENARIOS["tied table"]).float(), layers=(Block,), plan=plan)
+    other = shard(
+        build(SCENARIOS["tied table"]).float(), layers=(Block,), plan=plan, config=plain_config()
+    )
     assert other.plan is not plan and other.plan.parameters != plan.parameters
 
 
@@ -108,4 +113,4 @@ def test_a_meta_model_needs_initial_values() -> None:
     with torch.device("meta"):
         model = SCENARIOS["plain"].build()
     with pytest.raises(ValueError, match="is on the meta device: pass initial="):
-        shard(model, layers=(Block,))
+        shard(model, layers=(Block,), config=plain_config())

@@ -23,11 +23,12 @@ from megamuon.mesh import new_group
 from megamuon.models import GPT
 from megamuon.optim import AdamWConfig, ShampooConfig, SoapConfig
 from megamuon.ownership import PlannerSettings
-from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, shard
 from megamuon.sharding import apply_sharding, plan_sharding
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 from tests.support.reference import SEED, Case, batch_of
+from tests.support.runtime_config import plain_config
 from tests.support.training import stored_tensors
 from tools.reference_training import model_config
 
@@ -163,7 +164,7 @@ def build(rank: int, layout: Layout, seed: int = SEED) -> Any:
         mesh=mesh,
         placements=placements,
         initial=template.initialise_,
-        config=RuntimeConfig(
+        config=plain_config(
             zero_stage=layout.stage,
             collectives={"D": "ready", "M": "p2p"}.get(layout.line, "grouped"),
             matrix_update="gather" if layout.line == "B" else "owner",

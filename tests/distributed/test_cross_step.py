@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.collectives.leader_copies import StaleCopyError
-from megamuon.runtime import Runtime, RuntimeConfig, shard
+from megamuon.runtime import Runtime, shard
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks, run_ranks_outcomes
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import SCENARIOS, Block, build
 
 STEPS = 6
@@ -25,7 +26,7 @@ REPLICAS = 2
 
 
 def sharded(rank: int, world: int, *, publish: str, name: str = "plain", stage: int = 3) -> Runtime:
-    config = RuntimeConfig(zero_stage=stage, unit_threshold=50, publish=publish)
+    config = plain_config(zero_stage=stage, unit_threshold=50, publish=publish)
     return shard(
         build(SCENARIOS[name]).float(),
         layers=(Block,),

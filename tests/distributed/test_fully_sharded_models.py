@@ -18,7 +18,7 @@ from megamuon.matrices import Cut, Kind, Placement
 from megamuon.mesh import new_group
 from megamuon.models.gpt import GPT
 from megamuon.optim import SgdConfig
-from megamuon.runtime import OptimizerSettings, RuntimeConfig
+from megamuon.runtime import OptimizerSettings
 from megamuon.runtime.shard import parameter_seed
 from megamuon.sharding import apply_sharding, plan_sharding
 from tests.support.fully_sharded import (
@@ -32,6 +32,7 @@ from tests.support.fully_sharded import (
 )
 from tests.support.ranks import run_ranks
 from tests.support.reference import SEED, Case, batch_of, nano_config
+from tests.support.runtime_config import plain_config
 
 # --- tensor parallelism -------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ def mixed_precision(rank: int) -> dict[str, Any]:
     runtime = fully_shard_model(
         model,
         layers=GPT.layer_classes,
-        config=RuntimeConfig(
+        config=plain_config(
             compute_dtype=torch.bfloat16,
             seed=SEED,
             optimizer=OptimizerSettings(matrices="sgd", rest=SgdConfig(momentum=0.9)),

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megamuon.baselines.fully_sharded import fully_shard_model
-from megamuon.runtime import OptimizerSettings, RuntimeConfig
+from megamuon.runtime import OptimizerSettings
 from tests.support.ranks import run_ranks
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import WIDTH, Block, Stack
 
 MICRO_BATCHES = (1, 16, 64)
@@ -45,7 +46,7 @@ def sums(world: int, count: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
 def gradients(rank: int, world: int) -> dict[tuple[str, int], dict[str, Tensor]]:
     found = {}
     for dtype in DTYPES:
-        config = RuntimeConfig(
+        config = plain_config(
             zero_stage=2,
             compute_dtype=dtype,
             reduce_dtype=torch.bfloat16,

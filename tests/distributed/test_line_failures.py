@@ -22,11 +22,12 @@ from megamuon.collectives.p2p import ScheduleMismatchError
 from megamuon.mesh import new_group
 from megamuon.models import GPT
 from megamuon.ownership import OwnershipPlan, PlannerSettings
-from megamuon.runtime import Runtime, RuntimeConfig, shard
+from megamuon.runtime import Runtime, shard
 from megamuon.sharding import apply_sharding, plan_sharding
 from tests.support.grids import mesh_of
 from tests.support.ranks import Outcome, run_ranks_outcomes
 from tests.support.reference import nano_config
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import SCENARIOS, Block, build
 
 WORLD = 4
@@ -44,7 +45,7 @@ def sharded(rank: int, world: int, *, replicas: int = 2, **settings: Any) -> Run
     return shard(
         build(SCENARIOS["plain"]).float(),
         layers=(Block,),
-        config=RuntimeConfig(**{"unit_threshold": 50, **settings}),
+        config=plain_config(**{"unit_threshold": 50, **settings}),
         mesh=mesh_of(rank, world, replicas=replicas),
     )
 
@@ -193,7 +194,7 @@ def dies_in_a_tp_exchange(rank: int, world: int) -> None:
     runtime = shard(
         model,
         layers=GPT.layer_classes,
-        config=RuntimeConfig(unit_threshold=2000),
+        config=plain_config(unit_threshold=2000),
         mesh=mesh,
         placements=plan.placements,
         initial=template.initialise_,

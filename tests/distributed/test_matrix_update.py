@@ -14,11 +14,12 @@ import torch
 from megamuon.mesh import new_group
 from megamuon.models.gpt import GPT
 from megamuon.optim import NorMuonConfig, ShampooConfig, SoapConfig
-from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, Runtime, shard
 from megamuon.sharding import apply_sharding, plan_sharding
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 from tests.support.reference import SEED, Case, batch_of, nano_config
+from tests.support.runtime_config import plain_config
 
 CASE = Case(steps=4, batch=8)
 OPTIMIZERS = {
@@ -51,7 +52,7 @@ def build(rank: int, world: int, name: str, grid: tuple[int, int, int, bool]) ->
         mesh=mesh,
         placements=placements,
         initial=template.initialise_,
-        config=RuntimeConfig(
+        config=plain_config(
             zero_stage=stage,
             compute_dtype=wide,
             reduce_dtype=wide,

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.runtime import Runtime, RuntimeConfig, shard
+from megamuon.runtime import Runtime, shard
 from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import PoolRecording
 from tests.support.grids import mesh_of
 from tests.support.pool import Opening
 from tests.support.ranks import run_ranks
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import SCENARIOS, Block, Scenario, build
 
 STEPS = 6
@@ -26,7 +27,7 @@ F64 = torch.float64
 
 
 def sharded(scenario: Scenario, zero_stage: int, replicas: int) -> Runtime:
-    config = RuntimeConfig(
+    config = plain_config(
         zero_stage=zero_stage,
         collectives="grouped",
         compute_dtype=F64,

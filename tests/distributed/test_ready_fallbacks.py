@@ -16,11 +16,12 @@ import torch.distributed as dist
 from megamuon.collectives import CollectiveError, symmetric
 from megamuon.collectives.host_library import LibraryMissing, library
 from megamuon.mesh import MeshError
-from megamuon.runtime import Runtime, RuntimeConfig, shard
+from megamuon.runtime import Runtime, shard
 from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.pool_opener import PoolOpener
 from tests.support.grids import mesh_of
 from tests.support.ranks import Outcome, run_ranks_outcomes
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import SCENARIOS, Block, build
 
 RANKS = 4
@@ -35,7 +36,7 @@ def sharded(rank: int, collectives: str = "ready", **settings: Any) -> Runtime:
     return shard(
         build(SCENARIOS["plain"]).float(),
         layers=(Block,),
-        config=RuntimeConfig(unit_threshold=50, collectives=collectives, **settings),
+        config=plain_config(unit_threshold=50, collectives=collectives, **settings),
         mesh=mesh_of(rank, RANKS, replicas=REPLICAS),
     )
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megamuon.runtime import Runtime, RuntimeConfig, shard
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import SCENARIOS, Block, Scenario, Stack, build, expected, inputs
 
 STEPS = 3
@@ -23,7 +24,7 @@ F64 = torch.float64
 
 def config(zero_stage: int, collectives: str = "grouped") -> RuntimeConfig:
     """FP64 everywhere, units small enough that every block has several owners."""
-    return RuntimeConfig(
+    return plain_config(
         zero_stage=zero_stage,
         collectives=collectives,
         compute_dtype=F64,

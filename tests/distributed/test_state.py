@@ -12,9 +12,10 @@ from megamuon.checkpoint import load, save
 from megamuon.checkpoint.ranks import Ranks
 from megamuon.models.gpt import GPT
 from megamuon.optim.adamw import AdamWConfig
-from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, Runtime, shard
 from tests.support.ranks import run_ranks
 from tests.support.reference import SEED, Case, batch_of, nano_config, reference_run
+from tests.support.runtime_config import plain_config
 
 STEPS = 8
 CASE = Case(steps=STEPS)
@@ -27,7 +28,7 @@ def make(stage: int, threshold: int) -> Runtime:
         model,
         layers=GPT.layer_classes,
         initial=model.initialise_,
-        config=RuntimeConfig(
+        config=plain_config(
             zero_stage=stage,
             compute_dtype=CASE.dtype,
             reduce_dtype=CASE.dtype,

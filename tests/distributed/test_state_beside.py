@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.checkpoint import CheckpointError, load, save
 from megamuon.checkpoint.ranks import Ranks
-from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, Runtime, shard
 from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.replicas import ReplicaMismatchError
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import Block, Stack, inputs
 
 F64 = torch.float64
@@ -59,7 +60,7 @@ def fill(name: str, tensor: Tensor, generator: torch.Generator) -> None:
 
 
 def make(line: str, model: nn.Module, replicas: int = 1, **more: object) -> Runtime:
-    config = RuntimeConfig(
+    config = plain_config(
         zero_stage=3,
         compute_dtype=F64,
         reduce_dtype=F64,

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from megamuon.matrices import Route
-from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, Runtime, shard
 from tests.support.ranks import run_ranks
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import SCENARIOS, Block, Tied, build, expected, tokens
 
 F64 = torch.float64
@@ -21,7 +22,7 @@ F64 = torch.float64
 
 def make(model: nn.Module, stage: int = 3, **settings: object) -> Runtime:
     defaults = {"compute_dtype": F64, "reduce_dtype": F64, "master_dtype": F64}
-    config = RuntimeConfig(zero_stage=stage, unit_threshold=50, **{**defaults, **settings})  # type: ignore[arg-type]
+    config = plain_config(zero_stage=stage, unit_threshold=50, **{**defaults, **settings})  # type: ignore[arg-type]
     return shard(model, layers=(Block,), config=config)
 
 
@@ -173,7 +174,7 @@ def routes(rank: int, world: int) -> dict[str, str]:
         build(SCENARIOS["plain"]),
         layers=(Block,),
         route=route,
-        config=RuntimeConfig(
+        config=plain_config(
             compute_dtype=F64, reduce_dtype=F64, master_dtype=F64, unit_threshold=50
         ),
     )
@@ -254,11 +255,11 @@ def test_the_route_function_wins(results: list[dict]) -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="zero_stage=4: choose 1, 2 or 3"):
-        RuntimeConfig(zero_stage=4)
+        plain_config(zero_stage=4)
     with pytest.raises(ValueError, match="float64 replaces every dtype or none"):
-        RuntimeConfig(compute_dtype=F64)
+        plain_config(compute_dtype=F64)
     with pytest.raises(ValueError, match="whole matrices"):
-        RuntimeConfig(owner_layout=False)
+        plain_config(owner_layout=False)
     dataclasses.replace(
-        RuntimeConfig(), owner_layout=False, optimizer=OptimizerSettings(matrices="adam")
+        plain_config(), owner_layout=False, optimizer=OptimizerSettings(matrices="adam")
     )

@@ -8,8 +8,9 @@ import torch
 from megamuon.models.gpt import GPT
 from megamuon.optim.adamw import AdamWConfig
 from megamuon.optim.muon import MuonConfig
-from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, shard
 from tests.support.reference import SEED, Case, batch_of, build_reference, is_matrix, nano_config
+from tests.support.runtime_config import plain_config
 
 CASE = Case(steps=4, dtype=torch.float32)
 
@@ -22,7 +23,7 @@ def owner_weights(stage: int) -> dict[str, torch.Tensor]:
         model,
         layers=GPT.layer_classes,
         initial=model.initialise_,
-        config=RuntimeConfig(
+        config=plain_config(
             zero_stage=stage,
             unit_threshold=2_000,
             seed=SEED,

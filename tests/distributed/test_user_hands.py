@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamuon.baselines.fully_sharded import fully_shard_model
-from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, Runtime, shard
 from megamuon.runtime.released import ReleasedWeightError
 from megamuon.runtime.replicas import ReplicaMismatchError
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import Block, Stack, inputs
 
 F64 = torch.float64
@@ -53,7 +54,7 @@ def build(seed: int = 3) -> nn.Module:
 
 def make(line: str, stage: int, replicas: int, model: nn.Module | None = None) -> Runtime:
     mesh = mesh_of(dist.get_rank(), dist.get_world_size(), replicas=replicas)
-    config = RuntimeConfig(
+    config = plain_config(
         zero_stage=stage,
         collectives="ready" if line == "D" else "grouped",
         compute_dtype=F64,

@@ -12,7 +12,7 @@ import pytest
 from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.ownership import (
     POLICIES,
-    POLICY_NAMES,
+    POLICY_UNITS,
     CostError,
     CostTable,
     PlannerSettings,
@@ -170,10 +170,10 @@ def test_round_robin_takes_units_in_turn() -> None:
 
 
 def test_every_named_policy_exists() -> None:
-    assert tuple(POLICIES) == POLICY_NAMES
+    assert tuple(POLICIES) == tuple(POLICY_UNITS)
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", POLICY_UNITS)
 @pytest.mark.parametrize("grid", [fsdp(1), fsdp(50), Topology(replicas=50, shards=2)])
 def test_one_rank_and_more_ranks_than_units(policy: str, grid: Topology) -> None:
     parameters = random_model(random.Random(3))

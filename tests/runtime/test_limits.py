@@ -23,8 +23,9 @@ from megamuon.optim import (
     SoapConfig,
 )
 from megamuon.optim.optimizer import Item
-from megamuon.runtime import Runtime, RuntimeConfig, shard
+from megamuon.runtime import Runtime, shard
 from megamuon.runtime.released import ReleasedWeightError
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import Block, Stack
 
 OPTIMIZERS: dict[str, Callable[[], object]] = {
@@ -40,7 +41,7 @@ X = torch.randn(4, 6)
 
 def sharded(stage: int = 3) -> Runtime:
     torch.manual_seed(0)
-    return shard(Stack(), layers=(Block,), config=RuntimeConfig(zero_stage=stage))
+    return shard(Stack(), layers=(Block,), config=plain_config(zero_stage=stage))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32], ids=str)
@@ -65,7 +66,7 @@ def test_optimizers_take_masters_alone(name: str, dtype: torch.dtype) -> None:
 )
 def test_dtypes_of_a_runtime(settings: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
-        RuntimeConfig(**settings)
+        plain_config(**settings)
 
 
 def test_autocast_is_refused_with_advice() -> None:
@@ -110,7 +111,7 @@ class Writing(Block):
 def test_a_write_inside_a_forward_is_found() -> None:
     model = Stack()
     model.blocks = nn.ModuleList([Writing()])
-    runtime = shard(model, layers=(Writing,))
+    runtime = shard(model, layers=(Writing,), config=plain_config())
     with pytest.raises(ReleasedWeightError, match=r"blocks.0.* changed in place"):
         runtime.model(X, order=(0,))
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route
-from megamuon.runtime import RuntimeConfig
 from megamuon.runtime.measure import CACHE, cost_function
+from tests.support.runtime_config import plain_config
 
 MATRIX = LogicalParameter(
     name="w",
@@ -25,7 +25,7 @@ F64 = {"compute_dtype": torch.float64, "reduce_dtype": torch.float64, "master_dt
 
 def test_times_of_another_dtype_are_not_taken_from_the_cache(tmp_path: Path) -> None:
     for dtypes in ({}, F64, {}):
-        config = RuntimeConfig(ns_cost="measured", ns_cost_cache=str(tmp_path), **dtypes)  # type: ignore[arg-type]
+        config = plain_config(ns_cost="measured", ns_cost_cache=str(tmp_path), **dtypes)  # type: ignore[arg-type]
         assert cost_function((MATRIX,), config, torch.device("cpu"), None)(8, 16) > 0
     entries = json.loads((tmp_path / CACHE).read_text())["entries"]
     assert len(entries) == 2
@@ -34,4 +34,4 @@ def test_times_of_another_dtype_are_not_taken_from_the_cache(tmp_path: Path) -> 
 
 def test_a_cost_source_that_does_not_exist_is_named() -> None:
     with pytest.raises(ValueError, match="'guess'.*measured, file or closed-form"):
-        cost_function((MATRIX,), RuntimeConfig(ns_cost="guess"), torch.device("cpu"), None)
+        cost_function((MATRIX,), plain_config(ns_cost="guess"), torch.device("cpu"), None)

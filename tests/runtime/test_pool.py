@@ -17,7 +17,7 @@ from torch import Tensor
 from megamuon.models import GPT
 from megamuon.models.config import RecomputeConfig
 from megamuon.models.gpt import DecoderLayer
-from megamuon.runtime import Runtime, RuntimeConfig, shard
+from megamuon.runtime import Runtime, shard
 from megamuon.runtime.buffers import ALIGNMENT
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.pool import (
@@ -35,6 +35,7 @@ from megamuon.runtime.pool_opening import exclusions
 from megamuon.runtime.reductions import Reductions
 from tests.support.models import filled, small_config, tokens
 from tests.support.pool import Opening, PlainMemory, make_late
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import Block, Stack
 
 BF16 = torch.bfloat16
@@ -221,7 +222,7 @@ class Run:
 
 def trained(run: Run, *, pooled: bool) -> tuple[Runtime, list[Tensor], Opening | None]:
     """All losses of the run; the pool opens by itself where it is to."""
-    config = RuntimeConfig(unit_threshold=50, zero_stage=run.zero_stage, **run.settings)
+    config = plain_config(unit_threshold=50, zero_stage=run.zero_stage, **run.settings)
     runtime = shard(run.model(), layers=(DecoderLayer, Block), config=config)
     opening = Opening(runtime) if pooled else None
     late = False
@@ -387,7 +388,7 @@ def test_a_deep_model_shares_the_memory_of_a_few_layers() -> None:
     totals = {}
     for layers in (6, 12):
         model = filled(small_config(num_layers=layers))
-        runtime = shard(model, layers=GPT.layer_classes, config=RuntimeConfig(unit_threshold=50))
+        runtime = shard(model, layers=GPT.layer_classes, config=plain_config(unit_threshold=50))
         Opening(runtime)
         for step in range(2):
             Run().loss(runtime.model, step).backward()

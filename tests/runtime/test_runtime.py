@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from megamuon.matrices import Route, RoutingError
-from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, Runtime, shard
+from tests.support.runtime_config import plain_config
 from tests.support.scenarios import Block, Stack
 
 
 def make(**settings: object) -> Runtime:
     torch.manual_seed(3)
-    config = RuntimeConfig(unit_threshold=50, **settings)  # type: ignore[arg-type]
+    config = plain_config(unit_threshold=50, **settings)  # type: ignore[arg-type]
     return shard(Stack(), layers=(Block,), config=config)
 
 
@@ -69,7 +70,7 @@ def test_a_layer_called_without_the_root_sees_the_newest_weights() -> None:
 
 
 def test_muon_on_slices_is_refused() -> None:
-    config = RuntimeConfig(owner_layout=False, optimizer=OptimizerSettings(matrices="adam"))
+    config = plain_config(owner_layout=False, optimizer=OptimizerSettings(matrices="adam"))
 
     def route(name: str, *_: object) -> Route | None:
         return Route.MATRIX if name == "blocks.0.up.weight" else None

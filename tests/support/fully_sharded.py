@@ -19,6 +19,7 @@ from megamuon.models.gpt import GPT
 from megamuon.optim.adamw import AdamWConfig
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
 from tests.support.reference import SEED, Case, batch_of, nano_config
+from tests.support.runtime_config import plain_config
 
 STEPS = 10
 ADAMW = AdamWConfig(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -55,7 +56,7 @@ def grid(rank: int, replicas: int, shards: int, tp: int = 1) -> Mesh:
 
 def config(zero_stage: int = 3, matrices: str = "adam", **changes: Any) -> RuntimeConfig:
     wide = torch.float64
-    return RuntimeConfig(
+    return plain_config(
         zero_stage=zero_stage,
         compute_dtype=wide,
         reduce_dtype=wide,

@@ -11,7 +11,7 @@ import pytest
 
 from megamuon.matrices import LogicalParameter, Route
 from megamuon.models import PRESETS
-from megamuon.ownership import POLICY_NAMES, OwnershipPlan
+from megamuon.ownership import POLICIES, OwnershipPlan
 from megamuon.ownership.inventory import inventory, inventory_names
 from tests.support.ownership import CASES
 from tools import plan_owners
@@ -297,7 +297,7 @@ def test_bad_input_is_one_message(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert "nowhere.json" in failure(capsys, "--shapes", "nowhere.json")
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_planner_benchmark(tmp_path: Path, policy: str) -> None:
     """A tenth of the stated size: far below the ten seconds that the whole may take."""
     path = tmp_path / "bench.json"

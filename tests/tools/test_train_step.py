@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megamuon.models import DecoderLayer
 from megamuon.optim.newton_schulz import NewtonSchulzConfig, orthogonalize
-from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
+from megamuon.runtime import OptimizerSettings, shard
+from tests.support.runtime_config import plain_config
 from tools.bench import train_step
 from tools.bench.footprint import (
     formula_bytes,
@@ -91,7 +92,7 @@ def test_resident_bytes_follow_formula_and_plan(document: dict[str, Any]) -> Non
 
 
 def test_compute_heavy_has_under_five_percent_newton_schulz() -> None:
-    runtime = shard(build_model(TINY.model), layers=(DecoderLayer,))
+    runtime = shard(build_model(TINY.model), layers=(DecoderLayer,), config=plain_config())
     model, newton_schulz = step_flops(TINY, 2, runtime.plan)
     assert newton_schulz > model  # few tokens
     for name, most in (("compute_heavy", 0.05), ("communication_heavy", 1.0)):
@@ -112,7 +113,7 @@ def test_newton_schulz_flops_are_those_that_run(form: str, shape: tuple[int, int
 
 @pytest.mark.parametrize("matrices", ["muon", "adam"])
 def test_one_rank_holds_all_that_the_formula_says(matrices: str) -> None:
-    config = RuntimeConfig(optimizer=OptimizerSettings(matrices=matrices))
+    config = plain_config(optimizer=OptimizerSettings(matrices=matrices))
     runtime = shard(build_model(TINY.model), layers=(DecoderLayer,), config=config)
     tokens = TINY.tokens(0, 0)
     runtime.model(tokens[:, :-1], labels=tokens[:, 1:]).mean().backward()

@@ -75,7 +75,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = Stack(arguments.parameters)
     count = sum(1 for _ in model.parameters())
-    config = RuntimeConfig(zero_stage=2, optimizer=OptimizerSettings(matrices=arguments.optimizer))
+    config = RuntimeConfig(
+        zero_stage=2,
+        collectives="grouped",
+        optimizer=OptimizerSettings(matrices=arguments.optimizer),
+    )
     make = fully_shard_model if arguments.line == "A" else shard
     started = time.process_time()
     runtime = make(model, layers=(Layer,), config=config)

@@ -113,6 +113,7 @@ class Owners(System):
             unit_threshold=1,
             collectives=self.collectives,
             planner=PlannerSettings(policy=self.planner),
+            ns_cost="closed-form",
             optimizer=OptimizerSettings(matrix=muon, clip=0.0),
         )
         self.runtime = shard(self.model, layers=(Layer,), config=config)

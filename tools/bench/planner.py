@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megamuon.console import run_script  # noqa: E402
 from megamuon.matrices import Kind, Layout, LogicalParameter, Route  # noqa: E402
 from megamuon.ownership import (  # noqa: E402
-    POLICY_NAMES,
+    POLICIES,
     PlannerSettings,
     Topology,
     build_plan,
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="shards of an HSDP grid (default: FSDP, one replica)",
     )
     parser.add_argument(
-        "--policy", choices=POLICY_NAMES, default="lpt", help="policy (default: %(default)s)"
+        "--policy", choices=POLICIES, default="lpt", help="policy (default: %(default)s)"
     )
     parser.add_argument(
         "--json", metavar="FILE", help="write units, ranks and plan_seconds to this file"
