@@ -3,7 +3,8 @@
 Owns the two directions of one declaration: ``flag(...)`` attaches help text, spellings, bounds and
 parsers to a frozen dataclass field, and ``flag_specs(...)`` reads them back as ``FlagSpec`` records
 from which the parser, the generated documentation and the range checks are built. Invariant: a flag
-is declared once, as a field; its type, arity and choices come from the annotation. Tested by
+is declared once, as a field; its type, arity and choices come from the annotation, or its choices
+from a registry. Any room may declare flags; ``megamuon.arguments`` puts them together. Tested by
 ``tests/arguments/test_parser.py``.
 """
 

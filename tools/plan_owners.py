@@ -155,7 +155,7 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
         "--owner-planner",
         "--policy",
         choices=POLICIES,
-        default="lpt",
+        default=PlannerSettings.policy,
         help="policy; those with role_, scope_ and cost_ are MatrixFSDP's (%(default)s)",
     )
     rule.add_argument(
@@ -168,7 +168,7 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
     rule.add_argument(
         "--owner-byte-cap",
         type=_byte_cap,
-        default=0.1,
+        default=PlannerSettings.byte_cap,
         metavar="SHARE|none",
         help="bytes that a rank may hold above the mean, as a share (%(default)s); none: no cap",
     )
@@ -186,13 +186,13 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
     rule.add_argument(
         "--balance-gain",
         type=float,
-        default=0.01,
+        default=PlannerSettings.balance_gain,
         help="cost_aware: least fall of the heaviest load, as a share (%(default)s)",
     )
     rule.add_argument(
         "--workspace-growth",
         type=float,
-        default=0.1,
+        default=PlannerSettings.workspace_growth,
         help="cost_aware: share by which the largest owner window may grow (%(default)s)",
     )
     rule.add_argument(
@@ -204,7 +204,7 @@ def _add_rules(rule: argparse._ArgumentGroup) -> None:
     rule.add_argument(
         "--optimizer",
         choices=tuple(RECIPES),
-        default="muon",
+        default=OptimizerSettings.matrices,
         help="of matrices: cost of an update and bytes of state, by its defaults (%(default)s)",
     )
     rule.add_argument(

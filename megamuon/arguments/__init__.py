@@ -2,7 +2,8 @@
 
 Owns everything between the command line and a frozen ``Config``: one dataclass per component (a
 field is a flag), the table of Megatron's flags, presets, derived values, checks, and the printed
-and JSON forms. Imports nothing else of the package. Tested by ``tests/arguments``.
+and JSON forms. Invariant: choices that are names of a registry (optimizers, transports, policies)
+are read from it, and defaults of a room's settings from that room. Tested by ``tests/arguments``.
 """
 
 from megamuon.arguments.config import (

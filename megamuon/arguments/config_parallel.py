@@ -140,10 +140,12 @@ class OwnershipFlags:
         parse=_number_or_none,
     )
     owner_layer_spreading: bool = flag(
-        True, "let the units of a layer share a rank", off_names=("--no-owner-layer-spreading",)
+        PlannerSettings.spread_layers,
+        "let the units of a layer share a rank",
+        off_names=("--no-owner-layer-spreading",),
     )
     owner_column_balance: bool = flag(
-        True,
+        PlannerSettings.balance_rails,
         "choose ranks without balancing rails first",
         off_names=("--no-owner-column-balance",),
     )
