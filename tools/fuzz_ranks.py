@@ -7,6 +7,7 @@ all-reduce of the gradients), nothing of the runtime. Tested by
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,12 +20,15 @@ from megamuon.mesh import Mesh
 from megamuon.optim import SgdConfig
 from megamuon.runtime import RuntimeConfig, shard
 from megamuon.runtime.config import OptimizerSettings
-from tools.fuzz_trials import Action, Block, Call, Model, Trial, build, inputs
+from tools.fuzz_trials import BOTTOM, Action, Block, Call, Model, Trial, build, inputs
 
 F64 = torch.float64
 LR = 0.002  # so small that no trial diverges
 MOMENTUM = 0.9
 TOLERANCE = 1e-9
+REFUSAL = (
+    "of which nothing trains"  # of a gradient that comes to a layer that is not gathered again
+)
 SPARE_GROUPS = 3  # layer groups alive at a time in an ordinary pass: computing, next, releasing
 
 
@@ -58,6 +62,8 @@ class Pair:
         self.plain = build(trial)
         self.runtime = _shard(trial, rank, self.model, settings)
         self.trainable = {n: p for n, p in self.plain.named_parameters() if p.requires_grad}
+        self._reached: set[str] = set()
+        self._watch_frozen()
         self.optimizer = torch.optim.SGD(self.trainable.values(), lr=LR, momentum=MOMENTUM)
 
     # --- actions ---------------------------------------------------------------------------------
@@ -81,31 +87,67 @@ class Pair:
                 found, wanted = (m(tokens, offset, call) for m in (self.model, self.plain))
             self._same(found, wanted, where)
         elif action.kind == "inputs":
-            gradients = []
-            for model in (self.model, self.plain):
-                at = offset.clone().requires_grad_()
-                out = model(tokens, at, call)
-                gradients.append(torch.autograd.grad(out.square().sum(), at)[0])
-            self._same(*gradients, where)
+            self._both(lambda model: _of_inputs(model, tokens, offset, call), where)
         elif action.kind == "fail":
             self._fail(action, tokens, offset)
         else:
             self._train(action.kind, call, tokens, offset, where)
 
     def _train(self, kind: str, call: Call, tokens: Tensor, offset: Tensor, where: str) -> None:
-        scope = self.runtime.accumulate() if kind == "keep" else nullcontext()
-        outs = []
-        for model, context in ((self.model, scope), (self.plain, nullcontext())):
-            with context:
-                out = model(tokens, offset, call)
-                loss = out.square().mean()
-                if kind == "double":
-                    loss = loss + model(tokens, offset * 0.5, call).square().mean()
-                outs.append(out.detach())
-                loss.backward(retain_graph=kind == "again")
-                if kind == "again":
-                    loss.backward()
-        self._same(outs[0], outs[1], where)
+        def run(model: nn.Module) -> Tensor:
+            out = model(tokens, offset, call)
+            loss = out.square().mean()
+            if kind == "double":
+                loss = loss + model(tokens, offset * 0.5, call).square().mean()
+            loss.backward(retain_graph=kind == "again")
+            if kind == "again":
+                loss.backward()
+            return out.detach()
+
+        with self.runtime.accumulate() if kind == "keep" else nullcontext():
+            self._both(run, where)
+
+    def _both(self, run: Callable[[nn.Module], Tensor], where: str) -> None:
+        """What ``run`` gives for both models. The runtime must refuse, on this rank alone, where a
+        gradient comes to a layer that the ranks agreed not to gather again; all forget theirs then.
+        """
+        self._reached.clear()
+        wanted = run(self.plain)
+        refused = None
+        try:
+            self._same(run(self.model), wanted, where)
+        except RuntimeError as error:
+            if REFUSAL not in str(error):
+                raise
+            refused = error
+            self.runtime.engine.settle_passes()  # completes the pass that the others are still in
+        due = self._refusals()
+        if bool(due) != (refused is not None):
+            raise MismatchError(f"{where}: gradients reach {due}, and the runtime said {refused}")
+        anywhere = torch.tensor(float(bool(due)))
+        if self.trial.frozen == BOTTOM:
+            dist.all_reduce(anywhere)
+        if anywhere:
+            self.runtime.clear_gradients()
+            self.optimizer.zero_grad()
+
+    def _refusals(self) -> list[str]:
+        if self.trial.line == "A" or self.trial.zero_stage == 1:
+            return []
+        return [g.name for g in self.runtime.groups if g.unread and g.name in self._reached]
+
+    def _watch_frozen(self) -> None:
+        """Note which frozen blocks of the plain model a gradient reaches."""
+        for index, block in enumerate(self.plain.blocks):
+            if not any(parameter.requires_grad for parameter in block.parameters()):
+                block.register_forward_hook(
+                    lambda _, __, out, name=f"blocks.{index}": self._listen(name, out)
+                )
+
+    def _listen(self, name: str, out: Any) -> None:
+        for tensor in out if isinstance(out, tuple) else (out,):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._reached.add(name))
 
     def _fail(self, action: Action, tokens: Tensor, offset: Tensor) -> None:
         """Some ranks raise: nobody has a backward pass then, or all forget it."""
@@ -117,6 +159,9 @@ class Pair:
                 out.square().mean().backward()
         except ArithmeticError:
             assert call.fails
+        except RuntimeError as error:
+            if REFUSAL not in str(error):
+                raise
         if way == "backward":
             self.runtime.clear_gradients()
             self.optimizer.zero_grad()
@@ -157,7 +202,7 @@ class Pair:
             (alive.add if lives else alive.discard)(index)
             most[0] = max(most[0], len(alive))
 
-        for group in self.runtime.groups:
+        for group in self.runtime.groups if self.trial.line != "A" else ():
             # A pooled buffer tells the pool.
             if group.weights.watch is None and group.name.startswith("blocks."):
                 group.weights.watch = lambda lives, index=group.index: seen(index, lives)
@@ -166,9 +211,8 @@ class Pair:
     def check_resident(self, most: list[int]) -> None:
         """An ordinary pass at ZeRO-3 holds a few layers at a time, whatever came before."""
         if self.trial.zero_stage == 3:
-            idle = self.trial.kinds.count("idle")  # groups that are never complete
             further = self.runtime.config.schedule.prefetch_depth - 1
-            allowed = SPARE_GROUPS + len(self.trial.shared) + idle + max(0, further)
+            allowed = SPARE_GROUPS + len(self.trial.shared) + max(0, further)
             if most[0] > allowed:
                 raise MismatchError(f"{most[0]} layer groups alive at a time, {allowed} expected")
 
@@ -181,6 +225,11 @@ class Pair:
     def _close(self, found: float, wanted: float, where: str) -> None:
         if not abs(found - wanted) <= TOLERANCE * max(1.0, abs(wanted)):
             raise MismatchError(f"{where}: {found!r}, plain autograd {wanted!r}")
+
+
+def _of_inputs(model: nn.Module, tokens: Tensor, offset: Tensor, call: Call) -> Tensor:
+    at = offset.clone().requires_grad_()
+    return torch.autograd.grad(model(tokens, at, call).square().sum(), at)[0]
 
 
 def _shard(trial: Trial, rank: int, model: Model, further: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 6
 TOKENS = 7
 MOST_BLOCKS = 12
+BOTTOM = ("table", "second", "free", "blocks.0.", "blocks.1.")  # nothing below trains either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +205,14 @@ def make_trial(seed: int, ranks: int) -> Trial:
         first, second = sorted(draw.sample(range(depth), 2))
         shared = ((first, second),)
     frozen = draw.choice(
-        [(), (), (), (".up.",), (f"blocks.{depth // 2}.",), ("blocks.0.", "table")]
+        [(), (), (), (".up.",), (f"blocks.{depth // 2}.",), ("blocks.0.", "table"), BOTTOM, BOTTOM]
     )
     alike = line == "A"  # FSDP2 asks all ranks to use the same parameters
     steps = tuple(_step(draw, ranks, depth, alike) for _ in range(draw.randint(3, 5)))
+    if frozen == BOTTOM:
+        shared = ()
+        # A rank that refuses the first of two backward passes has no second.
+        steps = tuple(tuple(a for a in actions if a.kind != "again") for actions in steps)
     ordinary = Action(kind="train", calls=(Call(order=tuple(range(depth))),) * ranks)
     if shared:  # a weight of another group is there for the module that has it too, and is called
         place = shared[0][1]
@@ -223,7 +228,7 @@ def make_trial(seed: int, ranks: int) -> Trial:
         zero_stage=draw.choice(stages),
         kinds=kinds,
         shared=shared,
-        tied=draw.random() < 0.4,
+        tied=draw.random() < 0.4 and frozen != BOTTOM,  # the head trains: each loss has a backward
         frozen=frozen,
         functional_root=line not in "AB",
         # Three ordinary steps at the end: nothing that came before may hold on to more weights.

@@ -17,10 +17,12 @@ to backward at any stage: it is needed at both ends of the pass, where a second 
 overtake all others. So is one that the last pass used twice (``[Note: gathered again]`` in
 ``rounds.py``). After a forward without gradients everything is released, but at ZeRO-1.
 
-In the backward pass a group is released when all of its trainable parameters have their gradients:
-every operation that read them has run. A group with frozen members has no such sign for those, and
-waits for the gradients of the inputs of all its uses that are alive (``Use``). What has no sign at
-all is released at the end of the pass.
+In the backward pass a group is *complete* when all those of its trainable parameters that will get
+a gradient have it: autograd is asked at the start which these are, so that a member that nobody
+uses holds back neither its group's reduction nor those that follow. Where all are trainable and got
+one, every operation that read the weights has run, and they are released. A group with frozen or
+silent members has no such sign for those, and waits for the gradients of the inputs of all its uses
+that are alive (``Use``). What has no sign at all is released at the end of the pass.
 
 A buffer in the symmetric pool shares its range with buffers that were never alive together with it
 in the recorded pass. Where a later pass goes another way, ``leases`` makes room when such a buffer
@@ -60,6 +62,7 @@ from torch.autograd import Variable
 
 from megamuon.collectives import Transport
 from megamuon.runtime.forward_pass import ForwardPass, backward_running
+from megamuon.runtime.frozen import unexpected
 from megamuon.runtime.layer_group import LayerGroup, Use
 from megamuon.runtime.order import Cursor
 from megamuon.runtime.reductions import Reductions
@@ -100,13 +103,14 @@ class Engine(ForwardPass):
         self._sweep: weakref.ref[_Sweep] | None = None
         self._ahead: frozenset[int] = frozenset()  # gathered before all others in this backward
         self._gather_places: list[int] = []  # of ``backward_order``, ascending; -1 for those
-        self._ready: set[int] = set()
+        self._ready: set[int] = set()  # all gradients are there
+        self._silent: set[int] = set()  # none will come
         super().__init__(groups, transport, schedule=reductions.schedule, **of_the_forward)
 
     def freeze(self, order: tuple[int, ...]) -> None:
         """See ForwardPass: the backward orders follow."""
         super().freeze(order)
-        backward = tuple(reversed(order))
+        backward = tuple(g for g in reversed(order) if not self.groups[g].unread)
         self.backward_order = Cursor(backward)
         self.reduce_order = Cursor(tuple(g for g in backward if self.groups[g].trainable))
         self._place = {group: place for place, group in enumerate(backward)}
@@ -143,6 +147,9 @@ class Engine(ForwardPass):
         self._gather_places = [-1 if g in self._ahead else self._place[g] for g in order]
         self.reduce_order.reset()
         self.reductions.finish()
+        for group in self.groups:
+            group.expect()
+        self._silent.update(group.index for group in self.groups if not group.expected)
         sweep = _Sweep(self._end_backward)
         self._sweep = weakref.ref(sweep)
         Variable._execution_engine.queue_callback(sweep)
@@ -152,6 +159,8 @@ class Engine(ForwardPass):
         self._begin_backward()
         self._reach(group)
         if group.version != self.version:
+            if group.unread:
+                raise unexpected(group.name)
             raise RuntimeError(
                 f"group {group.name or 'of loose parameters'!r} was released in this backward pass,"
                 " and an operation reads its weights again: use them through the module's forward"
@@ -169,6 +178,8 @@ class Engine(ForwardPass):
         """
         if not self._in_backward or self.accumulate_only or index in self._ahead:
             return
+        if index not in self._place:  # autograd runs inside a forward pass
+            return
         due, order = self._place[index] - self.schedule.lag, self.reduce_order
         while order.next < len(order.order) and self._place[order.order[order.next]] <= due:
             group = self.groups[order.order[order.next]]
@@ -184,6 +195,8 @@ class Engine(ForwardPass):
         """
         self._begin_backward()
         self._reach(group)
+        if group.unread and reads and group.version != self.version:
+            raise unexpected(group.name)
         if group.version != self.version or use in group.uses_over:
             return  # an output that is an input passed through hears of its gradient too late
         if reads:
@@ -223,16 +236,17 @@ class Engine(ForwardPass):
         elif born:
             self.born_bytes += slot.gradient.numel() * slot.gradient.element_size()
         group.fired.add(name)
-        if len(group.fired) == len(group.trainable):
+        if group.complete:
             self._ready.add(group.index)
             self._release_unread(group)  # its reduction may have to wait for others
-            for index in self.reduce_order.ready(self._ready):
+            for index in self.reduce_order.ready(self._ready, self._silent):
                 self._reduce(self.groups[index])
 
     def _release_unread(self, group: LayerGroup) -> None:
         """Drop the weights of ``group`` if no operation of this pass can still read them."""
-        complete = len(group.fired) == len(group.trainable)
-        if complete and (not group.has_frozen or group.all_uses_over):
+        # A member that gets no gradient in this pass gives no sign either.
+        silent = group.has_frozen or len(group.expected) < len(group.trainable)
+        if group.complete and (not silent or group.all_uses_over):
             group.release_weights()
 
     def _reduce(self, group: LayerGroup) -> None:
@@ -267,12 +281,14 @@ class Engine(ForwardPass):
     def _forget_backward(self) -> None:
         for group in self.groups:
             group.fired.clear()
+            group.expected = frozenset(group.slots)
             for use in group.uses:
                 use.forget()
             group.uses_over.clear()
             group.uses_running.clear()
             group.reduced = False
         self._ready.clear()
+        self._silent.clear()
         self._in_backward = False
         self._task = -1
 

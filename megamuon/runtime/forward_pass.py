@@ -19,6 +19,7 @@ import torch
 from megamuon.collectives import Transport, Work
 from megamuon.collectives.call_check import CallCheck
 from megamuon.runtime.buffers import FlatBuffer
+from megamuon.runtime.frozen import UNREAD
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.order import Cursor, follows, merged_order
 from megamuon.runtime.publish import Publication
@@ -93,6 +94,7 @@ class ForwardPass(abc.ABC):
         self._reused: set[int] = set()
         # --- the recorded order ---
         self._recorded = False  # a first order has been agreed on
+        self._frozen = {g: g.frozen_uses for g in self.groups if g.frozen_uses is not None}
         self._latest: tuple[tuple[int, ...], ...] = ()  # orders of the last two training passes
 
     def freeze(self, order: tuple[int, ...]) -> None:
@@ -176,7 +178,7 @@ class ForwardPass(abc.ABC):
             return
         stays = self.zero_stage < 3 and (self._in_forward or torch.is_grad_enabled())
         if stays or group.index in self.kept:
-            group.entered = group.entered and not returns
+            group.entered = group.entered and not (returns or group.unread)
         else:
             group.release_weights()
 
@@ -205,12 +207,28 @@ class ForwardPass(abc.ABC):
             self._take_part(said)
             if said.over:
                 break
+        self._agree_on_frozen(training)
         for group in self.groups:
             group.wait_gathered()
-            if not (training and (self.zero_stage < 3 or group.index in self.kept)):
+            stays = training and (self.zero_stage < 3 or group.index in self.kept)
+            if group.unread or not stays:
                 group.release_weights()
         self.kept = self.always_kept | said.reused
         self._record(used, training)
+
+    def _agree_on_frozen(self, training: bool) -> None:
+        """Once: see [Note: groups that do not train].  A collective up to the first training
+        pass.
+        """
+        if not self._frozen:
+            return
+        mine = (int(training), *(uses.shown() for uses in self._frozen.values()))
+        trained, *shown = self._agreement.largest(mine)
+        if trained:
+            for group, largest in zip(self._frozen, shown, strict=True):
+                group.frozen_uses, group.unread = None, largest == UNREAD
+            self._frozen.clear()
+            self.freeze(self.forward_order.order)
 
     def _record(self, used: tuple[int, ...], training: bool) -> None:
         """Freeze the first order at once; keep later ones to compare."""

@@ -94,6 +94,8 @@ def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]
         if torch.is_grad_enabled() and not backward_running():
             outputs = _gradient_tensors(output)
         engine.leave(group, returns=bool(outputs) or not torch.is_grad_enabled())
+        if group.frozen_uses and torch.is_grad_enabled() and not backward_running():
+            group.frozen_uses.saw(output)
         use, latest[0] = latest[0], None
         reads = module not in tables
         for tensor in outputs:
@@ -140,7 +142,9 @@ def attach_parameters(
     also when they all wrote to the slot and returned None.
     """
     for logical in group.trainable:
-        parameters[logical.name].register_post_accumulate_grad_hook(
+        parameter = parameters[logical.name]
+        group.accumulators[logical.name] = torch.autograd.graph.get_gradient_edge(parameter).node
+        parameter.register_post_accumulate_grad_hook(
             lambda parameter, name=logical.name: engine.gradient(group, name, parameter)
         )
 

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from megamuon.collectives import StagedWork, Work
 from megamuon.kernels.linear import SLOT, GradientSlot
@@ -23,6 +24,7 @@ from megamuon.mesh import Mesh
 from megamuon.ownership.groups import GroupKey
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.buffers import BufferLayout, FlatBuffer, place
+from megamuon.runtime.frozen import FrozenUses
 from megamuon.runtime.group_tables import holder, shard_table, two_stage_table
 from megamuon.runtime.released import Guard, assign_data
 
@@ -157,11 +159,15 @@ class LayerGroup:
         self.uses: WeakSet[Use] = WeakSet()  # whose graphs are alive
         self.unseen_use = False  # a use with no input that hears of its gradient: it has no end
         self.late = False  # slots hold gradients that came too late for their reduction
+        self.frozen_uses = FrozenUses() if not self.trainable else None
+        self.unread = False  # all ranks agreed: no backward pass reads the weights
         # --- this backward pass ---
         self.reduced = False  # the reduction has started
         self.uses_running: set[Use] = set()
         self.uses_over: WeakSet[Use] = WeakSet()
         self.fired: set[str] = set()
+        self.accumulators: dict[str, Node] = {}  # what fires, by trainable member
+        self.expected = frozenset(p.name for p in self.trainable)  # of them, those that will
         self.slots: dict[str, GradientSlot] = {}
         self.touched: set[str] = set()  # since the last step
 
@@ -322,6 +328,21 @@ class LayerGroup:
         """The weights are stale: gather them again before the next use."""
         self.release_weights()
         self.version = -1
+
+    @property
+    def complete(self) -> bool:
+        """Whether every gradient of this backward pass is there."""
+        return len(self.fired) == len(self.expected)
+
+    def expect(self) -> None:
+        """A backward pass has begun: ask autograd which members will get a gradient in it."""
+        self.expected = frozenset(filter(self._will_fire, self.accumulators))
+
+    def _will_fire(self, name: str) -> bool:
+        try:
+            return torch._C._will_engine_execute_node(self.accumulators[name])
+        except RuntimeError:  # torch.autograd.grad asks for it: nothing is accumulated
+            return False
 
     @property
     def all_uses_over(self) -> bool:

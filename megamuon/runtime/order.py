@@ -24,6 +24,7 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 
 class Cursor:
@@ -61,11 +62,18 @@ class Cursor:
         self.next = len(self.order)
         return issued
 
-    def ready(self, groups: set[int]) -> tuple[int, ...]:
-        """The longest run from the cursor whose members are all in ``groups``."""
+    def ready(
+        self, groups: AbstractSet[int], skipped: AbstractSet[int] = frozenset()
+    ) -> tuple[int, ...]:
+        """The longest run from the cursor that ends in one of ``groups``, all others in it being in
+        ``groups`` or ``skipped``.
+        """
         start = self.next
-        while self.next < len(self.order) and self.order[self.next] in groups:
-            self.next += 1
+        for place in range(start, len(self.order)):
+            if self.order[place] in groups:
+                self.next = place + 1
+            elif self.order[place] not in skipped:
+                break
         return self.order[start : self.next]
 
 
