@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.figures import TABLE, described, write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = sorted([*ROOT.glob("tools/*.py"), *ROOT.glob("tools/bench/*.py")])
 TOOLS = [path for path in TOOLS if path.name != "__init__.py"]
@@ -33,24 +35,41 @@ def tools_page() -> str:
 def test_the_page_names_every_tool(tool: Path) -> None:
     name = tool.relative_to(ROOT / "tools").as_posix()
     if runs_by_itself(tool):
-        assert re.search(rf"^## `{re.escape(name)}`", tools_page(), re.MULTILINE), name
+        assert re.search(rf"^### `{re.escape(name)}`", tools_page(), re.MULTILINE), name
     else:
         assert f"`{name}`" in tools_page()
 
 
 def test_the_page_names_no_tool_that_is_not_there() -> None:
     named = set(re.findall(r"tools/[\w/]+\.(?:py|sh)", tools_page()))
-    headings = re.findall(r"^## `([^`]+)`", tools_page(), re.MULTILINE)
+    headings = re.findall(r"^### `([^`]+)`", tools_page(), re.MULTILINE)
     assert named and headings
     for name in named | {f"tools/{heading}" for heading in headings}:
         assert (ROOT / name).exists(), name
 
 
-def test_the_files_that_the_page_shows_are_json() -> None:
-    shown = re.findall(r"```json\n(.*?)```", tools_page(), re.DOTALL)
-    assert len(shown) >= 6
-    for text in shown:
-        json.loads(text)
+def test_the_keys_of_every_json_file_are_described() -> None:
+    """``figures.json`` has the tools that take --json, each of which writes by ``write_json``."""
+    texts = {path: path.read_text(encoding="utf-8") for path in TOOLS}
+    flag = "add_json_flag("
+    taking = {path for path, text in texts.items() if flag in text and path.name != "figures.py"}
+    named = {path.relative_to(ROOT / "tools").as_posix() for path in taking}
+    assert named == set(json.loads(TABLE.read_text(encoding="utf-8")))
+    for path in taking:
+        assert "write_json(" in texts[path], path.name
+        assert not re.search(r"\.json\)?\.write_text", texts[path]), path.name
+    for path in set(TOOLS) - taking:
+        assert path.name == "figures.py" or '"--json"' not in texts[path], path.name
+
+
+def test_a_key_that_is_not_described_is_an_error(tmp_path: Path) -> None:
+    script, path = str(ROOT / "tools" / "generate.py"), tmp_path / "out.json"
+    write_json(path, script, {"prompt": "a", "continuation": "b"})
+    assert json.loads(path.read_text()) == {"prompt": "a", "continuation": "b"}
+    with pytest.raises(ValueError, match="generate.py writes ratio, seconds: say what in"):
+        write_json(path, script, {"prompt": "c", "seconds": 1, "ratio": 2})
+    assert json.loads(path.read_text())["prompt"] == "c"  # nothing measured is lost
+    write_json(None, script, {"prompt": "d", "seconds": 1})
 
 
 def option_names(tool: Path) -> set[str]:
@@ -78,6 +97,10 @@ def test_every_tool_answers_help() -> None:
         assert "usage:" in answer.stdout
         for option in option_names(tool):
             assert option in answer.stdout, f"{tool.name} --help does not show {option}"
+        if "add_json_flag(" in tool.read_text(encoding="utf-8"):
+            for key, text in described(str(tool)).items():
+                line = f"{key}: {text}" if text else key
+                assert line in " ".join(answer.stdout.split()), f"{tool.name}: {key}"
 
 
 def source_of(tool: Path) -> str:

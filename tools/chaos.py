@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megamuon.console import run_script  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.native_build import build_driver  # noqa: E402
 
 TESTS = ROOT / "csrc" / "tests"
@@ -160,7 +161,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     flags.add_argument("--replay", type=int, metavar="NUMBER", help="run this schedule alone")
     flags.add_argument("--mutant", help="with --replay: of this mutant")
-    flags.add_argument("--json", metavar="FILE", help="write the findings there")
+    add_json_flag(flags, __file__)
     flags.add_argument("--quiet", action="store_true", help="print the last line alone")
     return flags.parse_args(arguments)
 
@@ -215,8 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.replay is not None:
         return replay(program, options)
     result = report(options, program, say)
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, result)
     passed = result["failures"] == 0 and result["mutations_caught"] == result["mutations"]
     print(
         f"{result['schedules']} schedules, {result['failures']} failures, "

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import os
 import sys
@@ -39,6 +38,7 @@ from megamuon.console import run_script  # noqa: E402
 from megamuon.models import PRESETS  # noqa: E402
 from megamuon.ownership import POLICIES  # noqa: E402
 from tools.equivalence_ranks import Outcome, run_on_ranks  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.reference_training import OPTIMIZERS, Training, reference_run  # noqa: E402
 from tools.sharded_training import FAULTS, LINES, Case, not_applicable  # noqa: E402
 
@@ -153,7 +153,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--weight-tolerance", type=float, help="absolute; 1e-9 in fp64, not judged in fp32")
     add("--timeout", type=float, default=600.0, help="seconds of silence that count as hung")
     add("--fault", choices=FAULTS, help="break rank 0 in the first case, to see it noticed")
-    add("--json", metavar="FILE", help="write the figures there")
+    add_json_flag(parser, __file__)
     return parser
 
 
@@ -361,7 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "cases": figures,
             "not_applicable": missing,
         }
-        Path(options.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, __file__, document)
     return 1 if failed else 0
 
 

@@ -11,7 +11,6 @@ stale. Tested by ``tests/arguments/test_flag_table.py``.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from megamuon.arguments.megatron_table import (  # noqa: E402
 )
 from megamuon.console import run_script  # noqa: E402
 from megamuon.flags import FlagSpec  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 PAGE = _ROOT / "docs" / "flags.md"
 
@@ -118,14 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     """Write or check the page; returns the exit status."""
     parser = argparse.ArgumentParser(description="Write docs/flags.md from the code.")
     parser.add_argument("--check", action="store_true", help="only say whether the page is stale")
-    parser.add_argument("--json", type=Path, help="write the counts there")
+    add_json_flag(parser, __file__)
     options = parser.parse_args(argv)
     text = render()
     counts = Counter(entry.status for entry in table())
     print("Megatron's flags: " + ", ".join(f"{counts[s]} {s}" for s in _STATUS_TEXT))
-    if options.json:
-        figures = {"own_flags": len(specs_by_dest()), "megatron_flags": dict(counts)}
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    figures = {"own_flags": len(specs_by_dest()), "megatron_flags": dict(counts)}
+    write_json(options.json, __file__, figures)
     if options.check:
         if PAGE.is_file() and PAGE.read_text("utf-8") == text:
             return 0

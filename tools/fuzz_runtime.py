@@ -18,7 +18,6 @@ runs one. The exit status is 0 only if no trial failed. Tested by
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -35,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megamuon.console import run_script  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.fuzz_trials import make_trial  # noqa: E402
 
 GRACE = 3.0  # seconds after the first failure in which other ranks may report theirs
@@ -188,7 +188,7 @@ def main() -> int:
     parser.add_argument("--trials", type=int, help="how many trials to run")
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds until a trial hangs")
-    parser.add_argument("--json", type=Path, help="write the report to this file")
+    add_json_flag(parser, __file__)
     options = parser.parse_args()
     if options.seconds is None and options.trials is None:
         options.seconds = 60.0
@@ -203,8 +203,7 @@ def main() -> int:
         say=lambda text: print(text, flush=True),
     )
     print(f"{report['trials']} trials, {report['failures']} failures in {report['seconds']} s")
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, report)
     return 1 if report["failures"] else 0
 
 

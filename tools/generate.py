@@ -8,7 +8,6 @@ is filled or the load fails. Tested by ``tests/tools/test_generate.py``.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from megamuon.console import run_script  # noqa: E402
 from megamuon.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
 from megamuon.models import GPT, gpt_config_from_flags  # noqa: E402
 from megamuon.models.generation import generate  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token")
     made.add_argument("--top-k", type=int, default=40, help="draw among so many; 0 = all")
     made.add_argument("--seed", type=int, default=1234)
-    made.add_argument("--json", metavar="FILE", help="write prompt and continuation to FILE")
+    add_json_flag(made, __file__)
     return made
 
 
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(arguments.prompt + text)
     if arguments.json:
         figures = {"prompt": arguments.prompt, "continuation": text}
-        Path(arguments.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, __file__, figures)
     return 0
 
 

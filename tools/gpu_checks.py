@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools import gpu_ranks  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.gpu_ranks import FAILED, NOT_RUN, PASSED, Report  # noqa: E402
 
 LIBRARY = ROOT / "megamuon" / "_native" / "libmegamuon_loopback.so"
@@ -288,7 +289,7 @@ def main(arguments: list[str] | None = None) -> int:
         "command", choices=commands, help="command: what to run; case and rank are parts of others"
     )
     parser.add_argument("rest", nargs="*")
-    parser.add_argument("--json", type=Path, help="write the results there")
+    add_json_flag(parser, __file__)
     parser.add_argument("--seconds", type=float, default=300.0, help="begin no case after so many")
     parser.add_argument(
         "--multicast", choices=("on", "off"), default="off", help="nccl: gathers by the switch"
@@ -314,8 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = {"loopback": loopback, "sanitize": sanitize}[options.command](options.seconds)
     if options.command != "join" and report["status"] != PASSED:
         print(f"gpu_checks: {options.command}: {report['status']}: {report['reason']}")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(options.json, __file__, report)
     return STATUS[str(report["status"])]
 
 

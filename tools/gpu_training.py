@@ -14,7 +14,6 @@ is no GPU. What cannot run raises. Tested without a GPU by ``tests/tools/test_gp
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megamuon.console import run_script  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.reference_training import Training
 from tools.sharded_training import TIMEOUT, Case, Difference, compare, train
 
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status, see above."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=1, help="replicas (HSDP); 1 is FSDP")
-    parser.add_argument("--json", type=Path, help="write the differences there")
+    add_json_flag(parser, __file__)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("gpu_training: there is no GPU here, nothing was trained")
@@ -63,14 +63,14 @@ def main(arguments: list[str] | None = None) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    found = compare_lines(rank, world, options.replicas, device)
+    found = compare_lines(rank, world, options.rows, device)
     differs = max(found.loss, found.weight) > TOLERANCE
     verdicts = [False] * world
     dist.all_gather_object(verdicts, differs)
     print(f"gpu_training: rank {rank}: {found}")
     if rank == 0 and options.json:
         report = {**asdict(found), "ranks": world, "rows": options.rows, "differs": any(verdicts)}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(options.json, __file__, report)
     dist.destroy_process_group()
     return int(any(verdicts))
 

@@ -12,7 +12,6 @@ Example: ``python tools/plan_owners.py --model qwen2.5-1.5b --sharding hsdp --no
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
@@ -61,6 +60,7 @@ from megamuon.ownership.inventory import routers_as_matrices  # noqa: E402
 from megamuon.ownership.update_plan import update_moves  # noqa: E402
 from megamuon.runtime.config import OptimizerSettings  # noqa: E402
 from megamuon.runtime.measure import planned_cost  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.planned_models import (  # noqa: E402
     model_names,
     parameters_for,
@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print what a step sends so that whole matrices are updated, and back",
     )
-    output.add_argument("--json", metavar="FILE", help="write the figures")
+    add_json_flag(parser, __file__, output)
     output.add_argument("--plan", metavar="FILE", help="write the ownership plan itself")
     return parser
 
@@ -390,8 +390,7 @@ def run(options: argparse.Namespace) -> None:
     if points:
         figures["sweep"] = points
     print(f"digest {plan.digest}")
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, figures)
     if options.plan:
         Path(options.plan).write_text(plan.to_json() + "\n", encoding="utf-8")
 

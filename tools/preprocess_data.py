@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 import time
@@ -31,6 +30,7 @@ from megamuon.data.corpus_streams import COMPRESSED, first_line  # noqa: E402
 from megamuon.data.corpus_writer import Progress, write_corpus  # noqa: E402
 from megamuon.data.indexed import bin_path, idx_path  # noqa: E402
 from megamuon.data.tokenizer import TOKENIZER_TYPES, build_tokenizer  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--log-interval", type=int, default=10_000, help="documents between two log lines"
     )
-    output.add_argument("--json", metavar="FILE", help="write the printed figures to FILE")
+    add_json_flag(made, __file__, output)
     return made
 
 
@@ -225,8 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         figures = run(args)
-        if args.json:
-            Path(args.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_json(args.json, __file__, figures)
     except Exception as error:
         if os.environ.get("MEGAMUON_TRACEBACK", "0") not in ("", "0"):
             raise

@@ -11,7 +11,6 @@ the last run; ``ARGS`` adds flags to the training script. Tested by
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shlex
@@ -33,6 +32,7 @@ from megamuon.console import run_script  # noqa: E402
 from megamuon.data.corpus import CorpusOptions  # noqa: E402
 from megamuon.data.corpus_writer import write_corpus  # noqa: E402
 from megamuon.data.tokenizer import ByteTokenizer  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 FOREIGN = {"site-packages", "dist-packages", "__pycache__"}  # not the standard library's own
 CPU_RANKS = 2
@@ -197,7 +197,7 @@ def end(process: subprocess.Popen[Any], patience: float = 30.0) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns 0, and SystemExit says what failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    add_json_flag(parser, __file__)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--first-launch", type=int, default=None)
     parser.add_argument("--model", default="tiny")
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seconds": round(seconds, 1),
             "validation_loss": losses[-1][1] if losses else None,
         }
-        Path(arguments.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_json(arguments.json, __file__, figures)
     return 0
 
 

@@ -21,7 +21,6 @@ Owns how variants are made and how Dartagnan is read. Tested by
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -37,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megamuon.console import run_script  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 PROGRAMS = ROOT / "csrc" / "verification"
 MODEL = Path("cat") / "ptx-v7.5.cat"
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check all programs, or those whose names have a text in them; the exit status."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--only", default="", metavar="TEXT", help="programs with this in the name")
-    flags.add_argument("--json", type=Path, metavar="FILE", help="write the findings there")
+    add_json_flag(flags, __file__)
     chosen = flags.parse_args(arguments)
     programs = [path for path in sorted(PROGRAMS.glob("*.litmus")) if chosen.only in path.stem]
     if not programs:
@@ -134,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = all(finding.passed for finding in findings)
     if chosen.json:
         record = {"passed": passed, "findings": [asdict(finding) for finding in findings]}
-        chosen.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(chosen.json, __file__, record)
     print("all as expected" if passed else "not all as expected")
     return 0 if passed else 1
 

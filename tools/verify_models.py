@@ -15,7 +15,6 @@ Owns the table of variants (``VARIANTS``) and how a run of spin is read. Tested 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
@@ -28,6 +27,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megamuon.console import run_script  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
+
 MODELS = ROOT / "csrc" / "verification"
 MISSING = 3  # exit status without spin
 MEMORY_MIB = 1500
@@ -229,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--limit", type=float, default=300.0, help="seconds for one search (default 300)"
     )
-    flags.add_argument("--json", metavar="FILE", help="write the findings there")
+    add_json_flag(flags, __file__)
     return flags
 
 
@@ -250,14 +254,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     passed = all(finding.passed for finding in findings)
     if chosen.json:
         record = {"passed": passed, "variants": [asdict(finding) for finding in findings]}
-        Path(chosen.json).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_json(chosen.json, __file__, record)
     wrong = sum(not finding.passed for finding in findings)
     print("all as expected" if passed else f"{wrong} of {len(findings)} not as expected")
     return 0 if passed else 1
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from megamuon.console import run_script
-
     sys.exit(run_script(main))

@@ -13,7 +13,6 @@ Example: ``python tools/bench/checkpoint_write.py --json checkpoint_write.json``
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -37,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from megamuon.checkpoint import Ranks, StoredTensor, save  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
 from tools.bench.common import machine_facts, warn_if_busy  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 WAYS = ("ours", "dcp", "safetensors")
 
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="DIR",
         help="where to write; on the disk that is meant (default: the working directory)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
+    add_json_flag(parser, __file__)
     options = parser.parse_args(arguments)
     if options.mib < 1 or options.repeats < 1:
         parser.error("--mib and --repeats are 1 or more")
@@ -180,9 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"ours over dcp {figures['ours_over_dcp']:.3f}, "
         f"over plain safetensors {figures['ours_over_safetensors']:.3f}"
     )
-    if options.json:
-        text = json.dumps({**figures, "machine": machine_facts()}, indent=1) + "\n"
-        Path(options.json).write_text(text, encoding="utf-8")
+    write_json(options.json, __file__, {**figures, "machine": machine_facts()})
 
 
 if __name__ == "__main__":

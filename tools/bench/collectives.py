@@ -30,7 +30,6 @@ Exit status: 0; 1 where a result is wrong; 2 for arguments that cannot be run. T
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -51,6 +50,7 @@ from tools.bench.collectives_ranks import OPERATIONS, VALUES, Job, work  # noqa:
 from tools.bench.collectives_report import chart, figures, merge, table  # noqa: E402
 from tools.bench.common import machine_facts, run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.bench.line_report import plotting  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 SIZES = "16KiB,64KiB,256KiB,1MiB,16MiB,64MiB,256MiB"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -124,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="publish them at 1/64 of their size, as threads",
     )
     add("--png", type=Path, help="write a chart of the speedups there (needs matplotlib)")
-    add("--json", type=Path, help="write the result there")
+    add_json_flag(parser, __file__)
     return parser
 
 
@@ -236,8 +236,7 @@ def main(argv: list[str] | None = None) -> int:
     document["wrong"] = wrong
     for sentence in wrong:
         print(sentence, file=sys.stderr)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, document)
     return 1 if wrong else 0
 
 

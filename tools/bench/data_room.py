@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import shutil
 import statistics
 import subprocess
@@ -38,6 +37,7 @@ from megamuon.data.gpt_dataset import GPTDataset  # noqa: E402
 from megamuon.data.indexed import IndexedDataset, bin_path, idx_path  # noqa: E402
 from megamuon.data.indexed_format import CODES, HEADER, MAGIC, VERSION  # noqa: E402
 from tools.bench.common import machine_facts, warn_if_busy  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 VOCABULARY = 32_000
 SEED = 1234
@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--items", type=int, default=2_000, help="items that are read")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each measurement")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="cpu", help="which seconds")
-    parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    add_json_flag(parser, __file__)
     options = parser.parse_args(arguments)
     warn_if_busy()
     if native.library() is None:
@@ -279,8 +279,7 @@ def main(arguments: list[str] | None = None) -> int:
             f"ratio {part['ratio']:.2f}"
         )
     document = {"options": vars(options), "machine": machine_facts()} | figures
-    if options.json:
-        Path(options.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, document)
     return 0
 
 

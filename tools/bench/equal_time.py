@@ -19,7 +19,6 @@ Tested by ``tests/tools/test_equal_time.py``.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -39,6 +38,7 @@ from megamuon.data.build import DataSpec, build_train_valid_test  # noqa: E402
 from megamuon.data.tokenizer import ByteTokenizer  # noqa: E402
 from tools.bench.common import machine_facts, run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.bench.equal_time_ranks import OPTIMIZERS, Budget, Plan, work  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.pretrain_default import Settings as Job  # noqa: E402
 from tools.pretrain_default import prepare_data  # noqa: E402
 
@@ -208,7 +208,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--runs", type=Path, default=ROOT / "runs", help="where the corpus is kept")
     add("--files", type=int, help="use only so many source files")
     add("--resume", type=Path, metavar="FILE", help="keep finished runs there, and go on from it")
-    add("--json", type=Path, help="write the result there")
+    add_json_flag(parser, __file__)
     add("--png", type=Path, help="draw there; default: beside --json")
     options = parser.parse_args(argv)
     options.models = options.models.split(",")
@@ -267,8 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_report(document)
     if options.png:
         plot(document, options.png)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, document)
     worse = [name for name, ratio in document["muon_over_adamw"].items() if not ratio <= 1]
     if worse:
         print(f"muon's loss is above adamw's on {', '.join(worse)}", file=sys.stderr)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import json
 import pstats
 import sys
 import time
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.console import run_script
 from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 WIDTH = 4
 PER_LAYER = 500  # parameters: half of them matrices, half biases
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--line", choices=("A", "C"), default="C")
     parser.add_argument("--optimizer", choices=("muon", "adam", "sgd"), default="sgd")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", type=Path)
+    add_json_flag(parser, __file__)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -110,8 +110,7 @@ def main() -> None:
         print(f"  {name:9s} {value:8.3f} s  {value / count * 1e6:7.2f} us a parameter")
     if arguments.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(16)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"parameters": count, "build": built, **best}))
+    write_json(arguments.json, __file__, {"parameters": count, "build": built, **best})
 
 
 if __name__ == "__main__":

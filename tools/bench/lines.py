@@ -21,7 +21,6 @@ Exit status: 0, or 1 where a figure breaches its formula. Tested by ``tests/tool
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -47,6 +46,7 @@ from tools.bench.line_report import (  # noqa: E402
     plotting,
     table,
 )
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.reference_training import Training  # noqa: E402
 from tools.sharded_training import LINES, Case, not_applicable  # noqa: E402
 
@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=9, help="turns of every line")
     add("--steps", type=int, default=1, help="recorded steps of a turn")
     add("--png", type=Path, help="write the stacked bars there (needs matplotlib)")
-    add("--json", type=Path, help="write the result there")
+    add_json_flag(parser, __file__)
     return parser
 
 
@@ -213,8 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             f" {document['grid']}, ZeRO-{document['zero_stage']}"
         )
         chart(document["lines"], options.png, title)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, document)
     return 0 if document["passed"] else 1
 
 

@@ -12,7 +12,6 @@ Example: ``python tools/bench/long_run.py --model nano --steps 300 --json long_r
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -39,6 +38,7 @@ from megamuon.models import GPT  # noqa: E402
 from megamuon.optim import Schedule, ScheduleConfig  # noqa: E402
 from megamuon.runtime import shard  # noqa: E402
 from tools.bench.common import run_bench_ranks, warn_if_busy  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 from tools.pretrain_default import ROOT, prepare_data  # noqa: E402
 from tools.pretrain_default import Settings as Job  # noqa: E402
 from tools.reference_training import Training, model_config  # noqa: E402
@@ -358,7 +358,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=LIMIT, help="exit 1 above this ratio")
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="where the corpus is kept")
     parser.add_argument("--files", type=int, help="use only so many source files")
-    parser.add_argument("--json", type=Path, help="write the result there")
+    add_json_flag(parser, __file__)
     parser.add_argument("--png", type=Path, help="draw losses and differences there (matplotlib)")
     options = parser.parse_args(argv)
     if options.png:
@@ -385,8 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ranks = run_bench_ranks(work, options.ranks, runs, data, folder=Path(folder), timeout=1e6)
     document = document_of(runs, ranks[0])
     print_report(document)
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, document)
     if options.png:
         plot(document, options.png)
     if document["ratio"] > options.limit:

@@ -38,7 +38,6 @@ Tested by ``tests/tools/test_optimizer_step.py``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -69,6 +68,7 @@ from tools.bench.optimizer_systems import (  # noqa: E402
     System,
 )
 from tools.bench.wire import count_bytes  # noqa: E402
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 LINES = {"line_c": "owners", "line_d": "owners_d", "line_m": "owners_m"}
 SETTINGS = {
@@ -316,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--ranks", type=rank_counts, default=[4], help="Gloo ranks on this machine, or a list")
     add("--repeats", type=int, default=5, help="timed steps per system")
     add("--stock", action="store_true", help="time torch.optim.Muon (BF16) too")
-    add("--json", type=Path, help="write the result there")
+    add_json_flag(parser, __file__)
     options = parser.parse_args(argv)
     warn_if_busy()
     found: dict[str, dict[str, Any]] = {}
@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
         print_document(found[str(ranks)])
     if options.json:
         document = {**found[str(options.ranks[-1])], "by_ranks": found}
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, __file__, document)
     return 0
 
 

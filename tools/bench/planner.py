@@ -10,7 +10,6 @@ Example: ``python tools/bench/planner.py --json planner.json``
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from megamuon.ownership import (  # noqa: E402
     closed_form_cost,
     summarize,
 )
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 
 def synthetic_model(units: int, layers: int) -> list[LogicalParameter]:
@@ -71,9 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--policy", choices=POLICIES, default="lpt", help="policy (default: %(default)s)"
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="write units, ranks and plan_seconds to this file"
-    )
+    add_json_flag(parser, __file__)
     options = parser.parse_args(arguments)
     shards = options.columns or options.ranks
     if options.ranks % shards:
@@ -92,8 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
         f" busiest over mean: time {report.busiest_over_mean_ns:.4f},"
         f" bytes {report.busiest_over_mean_bytes:.4f}"
     )
-    if options.json:
-        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, figures)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ Tested by ``tests/tools/test_train_step.py``.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -65,6 +64,7 @@ from tools.bench.systems import (  # noqa: E402
     timed,
     train,
 )
+from tools.figures import add_json_flag, write_json  # noqa: E402
 
 WARM_UP = 3  # steps: orders freeze, optimizer state is made, line D opens its pool and fills tables
 SETTINGS = {
@@ -317,7 +317,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4, help="Gloo ranks on this machine")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps per system")
     parser.add_argument("--quick", action="store_true", help="small sizes, to try the script")
-    parser.add_argument("--json", type=Path, help="write the result there")
+    add_json_flag(parser, __file__)
     options = parser.parse_args(argv)
     warn_if_busy()
     settings = QUICK if options.quick else SETTINGS
@@ -336,8 +336,7 @@ def main(argv: list[str] | None = None) -> int:
         f" worst rank {document['resident_bytes_over_plan']:.4f} x its plan;"
         f" line D's {document['line_d_resident_bytes_over_plan']:.4f} x its plan"
     )
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, __file__, document)
     return 0
 
 
