@@ -240,13 +240,16 @@ class PieceLoadPlanner(LoadPlanner):
 
     def _compare(self, piece: StoredTensor) -> None:
         saved = self.index[piece.name]
-        if tuple(piece.shape) != saved.shape or not widens(saved.dtype, piece.data.dtype):
+        fits = widens(saved.dtype, piece.data.dtype) or (
+            piece.rounds and widens(piece.data.dtype, saved.dtype)
+        )
+        if tuple(piece.shape) != saved.shape or not fits:
             raise CheckpointError(
                 f"{self.source}: tensor {piece.name} was saved with shape {saved.shape} "
                 f"{saved.dtype}, "
                 f"but the model has shape {tuple(piece.shape)} {piece.data.dtype}"
             )
-        if saved.dtype != piece.data.dtype:
+        if not widens(piece.data.dtype, saved.dtype):
             self.widened.add(piece.name)
 
     def _reads(self, position: int, piece: StoredTensor) -> list[ReadItem]:

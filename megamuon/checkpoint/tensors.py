@@ -53,6 +53,7 @@ class StoredTensor:
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]  # where the piece starts, same length as shape
     data: torch.Tensor
+    rounds: bool = False  # a float saved in a wider dtype may be loaded into it, rounded once
 
     @property
     def box(self) -> Box:

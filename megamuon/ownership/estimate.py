@@ -57,7 +57,7 @@ class BlockFanout:
 class ResourceEstimate:
     """Bytes per data-parallel rank, each a tuple over the ranks of the grid."""
 
-    parameters: tuple[int, ...]  # masters, and resident copies in the compute dtype
+    parameters: tuple[int, ...]  # masters, and frozen weights and resident copies as gathered
     gradients: tuple[int, ...]  # reduced, on their owners
     optimizer_state: tuple[int, ...]
     workspace: tuple[int, ...]
@@ -210,6 +210,8 @@ def estimate(
     owned, sliced = _total(g.owned for g in groups), _total(g.sliced for g in groups)
     trained = _total(g.owned_trainable for g in groups)
     slices = _total(g.sliced_trainable for g in groups)
+    # Frozen weights are kept as they are gathered, owned ones in the leaders' copies if there are.
+    frozen = sliced - slices + (owned - trained) * (replicas == 1)
     everything = int(_total(g.led for g in groups).sum())
     if zero_stage == 1:
         resident = np.full(shape, everything)
@@ -232,7 +234,7 @@ def estimate(
     reduced = micro_batches * reduce_bytes
     ring = 2 * (replicas - 1) * slices * reduced // replicas
     figures = {
-        "parameters": (owned + sliced) * master_bytes + resident * width,
+        "parameters": (trained + slices) * master_bytes + (frozen + resident) * width,
         "gradients": (trained + slices) * master_bytes,
         "optimizer_state": optimizer_bytes(plan, state),
         "workspace": _workspace(groups, zero_stage, width, reduce_bytes),

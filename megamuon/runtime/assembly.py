@@ -153,7 +153,6 @@ def build_parts(
         kept={group.index for group in groups if group.key.kept},
         agreement=WorldAgreement(group=grid.world, device=device),
         rounds=Rounds(shard_group, len(groups), traffic) if shard_group is not None else None,
-        sent_dtype=config.sent_dtype,
         publication=publication,
         check=CallCheck("gather", transport.gather_group, names) if checked else None,
     )

@@ -65,7 +65,6 @@ class ForwardPass(abc.ABC):
         kept: Iterable[int],
         agreement: Agreement,
         rounds: Rounds | None = None,
-        sent_dtype: torch.dtype | None = None,
         publication: Publication | None = None,
         check: CallCheck | None = None,
     ) -> None:
@@ -77,10 +76,6 @@ class ForwardPass(abc.ABC):
         self.transport = transport
         self.publication = publication
         self.leases: Leases | None = None  # of the symmetric pool, once it is open
-        if sent_dtype is not None:
-            for group in self.groups:
-                if sent_dtype != group.weights.raw.dtype:
-                    group.send_in(sent_dtype)
         self.zero_stage = zero_stage
         self.kept = self.always_kept = frozenset(kept)
         self.version = 0  # applied updates

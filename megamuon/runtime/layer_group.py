@@ -33,14 +33,15 @@ from megamuon.runtime.released import Guard, assign_data
 class LocalSegment:
     """A piece of a parameter that this rank holds: elements ``start..stop`` of its tp piece.
 
-    Only ``window`` ever changes, once, when it moves into the symmetric pool.
+    ``window`` changes once, when it moves into the symmetric pool; so does the ``master`` of what
+    does not train, where a leader's copy holds it.
     """
 
     parameter: LogicalParameter
     tp_rank: int
     start: int
     stop: int
-    master: Tensor  # (stop - start,) in the master dtype
+    master: Tensor  # (stop - start,) in the master dtype; of a frozen one in what gathers send
     window: Tensor | None  # reduced gradient, same length; None for a frozen parameter
     _views: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -122,7 +123,11 @@ class LayerGroup:
         master_dtype: torch.dtype,
         device: torch.device,
         resident: bool = False,
+        sent_dtype: torch.dtype | None = None,
     ) -> None:
+        """``sent_dtype``: what gathers carry and frozen parameters are kept in, if not the compute
+        dtype.
+        """
         self.index = index
         self.key = key
         self.name = key.name  # "" for the root's
@@ -136,7 +141,10 @@ class LayerGroup:
             return place(members, compute_dtype.itemsize, mesh.tp_rank)
 
         self.weights = _released(layout(self.parameters), compute_dtype, device)
+        self.sent_dtype = sent_dtype or compute_dtype
         self.sent: FlatBuffer | None = None  # what gathers carry, where that is a narrower dtype
+        if self.sent_dtype != compute_dtype:
+            self.sent = _released(self.weights.layout, self.sent_dtype, device)
         self.gradients = _released(layout(self.trainable), compute_dtype, device)
         # Sum of the slots of several micro-batches under --gradient-reduction step.
         self.sums = _released(self.gradients.layout, torch.float32, device)
@@ -190,29 +198,36 @@ class LayerGroup:
                 if replica is not None and mesh.replicas > 1:
                     led.append(parameter)
         pieces.sort(key=lambda piece: offsets[piece[0].name])
-        self.master = torch.zeros(
-            sum(stop - start for _, start, stop in pieces), dtype=dtype, device=device
-        )
+        names = {parameter.name for parameter in led}
+        # What does not train is kept once, as it is sent: in the leader's copy where there is one.
+        sizes = [
+            0 if not p.trainable and p.name in names else stop - start for p, start, stop in pieces
+        ]
+        both = list(zip(pieces, sizes, strict=True))
+        learned = sum(size for (p, _, _), size in both if p.trainable)
+        self.master = torch.zeros(learned, dtype=dtype, device=device)
+        self.frozen = torch.zeros(sum(sizes) - learned, dtype=self.sent_dtype, device=device)
         windows = self._make_windows(pieces, dtype, device)
         local: list[LocalSegment] = []
-        at = 0
-        for parameter, start, stop in pieces:
+        at = {True: 0, False: 0}
+        for (parameter, start, stop), size in both:
+            trains = parameter.trainable
+            values = self.master if trains else self.frozen
             local.append(
                 LocalSegment(
                     parameter=parameter,
                     tp_rank=mesh.tp_rank,
                     start=start,
                     stop=stop,
-                    master=self.master[at : at + stop - start],
+                    master=values[at[trains] : at[trains] + size],
                     window=windows.get(parameter.name),
                 )
             )
-            at += stop - start
+            at[trains] += size
         self.local = tuple(local)
         # With several replicas a leader's copy is what its replica gathers from, the owner's own
         # included.
         self.led = tuple(led)
-        names = {parameter.name for parameter in led}
         self._sources: list[Tensor] = []
         self._places: list[Tensor] = []  # views of the compute buffer
         self._spans: list[tuple[int, int]] = []  # the same places as offsets and sizes
@@ -244,6 +259,9 @@ class LayerGroup:
         """
         for parameter in self.led:
             self._add_source(parameter.name, 0, copies[parameter.name])
+        for segment in self.local:
+            if not segment.parameter.trainable and segment.parameter.name in copies:
+                segment.master = copies[segment.parameter.name]
 
     def _add_source(self, name: str, start: int, values: Tensor) -> None:
         """``values`` are what this rank contributes of a parameter, from element ``start`` on."""
@@ -251,10 +269,6 @@ class LayerGroup:
         self._sources.append(values)
         self._places.append(self.weights.raw_piece(name, start, start + numel))
         self._spans.append((self.weights.layout.offsets[name] + start, numel))
-
-    def send_in(self, dtype: torch.dtype) -> None:
-        """Gathers carry ``dtype`` instead of the compute dtype."""
-        self.sent = _released(self.weights.layout, dtype, self.weights.raw.device)
 
     @property
     def leased(self) -> dict[str, FlatBuffer]:

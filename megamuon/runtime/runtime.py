@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -194,7 +195,8 @@ class Runtime(TrainableRuntime):
             if not (everywhere or parameter.cut is not None or self.mesh.tp_rank == 0):
                 continue
             alike = parameter.layout is Layout.EVEN and not everywhere
-            pieces = [_stored(parameter.name, segment, segment.shaped(segment.master))]
+            weight = _stored(parameter.name, segment, segment.shaped(segment.master))
+            pieces = [replace(weight, rounds=not parameter.trainable)]
             if optimizer and segment.window is not None:
                 if everywhere or not (any(segment.offset) or (alike and replica)):
                     found.extend(self._counts(segment))
@@ -279,10 +281,10 @@ class Runtime(TrainableRuntime):
             for group in groups:
                 hide(group, named)
         if changes:
-            narrow = self.config.sent_dtype
-            for segment in (s for g in groups for s in g.local if s.parameter.name in changes):
-                values = changes[segment.parameter.name].reshape(-1)
-                keep_changes(segment.master, values[segment.start : segment.stop], narrow)
+            for group in groups:
+                for segment in (s for s in group.local if s.parameter.name in changes):
+                    part = changes[segment.parameter.name].reshape(-1)[segment.start : segment.stop]
+                    keep_changes(segment.master, part, group.sent_dtype)
             self.loaded()
 
     @torch.no_grad()
@@ -361,6 +363,7 @@ class Runtime(TrainableRuntime):
         return {
             "leader_copies": publication.resident_bytes if publication is not None else 0,
             "masters": sum(_bytes(g.master) for g in self.groups),
+            "frozen_weights": sum(_bytes(g.frozen) for g in self.groups),
             "windows": sum(_bytes(g.window) for g in self.groups if not g.window_pooled),
             "optimizer_state": sum(_bytes(t) for t in state),
             "gathered_weights": sum(g.weights.resident_bytes for g in self.groups),

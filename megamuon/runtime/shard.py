@@ -111,6 +111,7 @@ def shard(
         filled.check(parameters, grid.mesh, grid.world, device)
     _place_parameters(model, groups, tensors)
     holders = _attach(parts.engine, model, groups, layers)
+    parts.transport.notes[:0] = frozen_note(plan, config)
     runtime = Runtime(
         model=model,
         plan=plan,
@@ -194,12 +195,24 @@ def _build_groups(
             plan=plan,
             mesh=mesh,
             compute_dtype=config.compute_dtype,
+            sent_dtype=config.sent_dtype,
             master_dtype=config.master_dtype,
             device=device,
             resident=config.zero_stage == 1,
         )
         for index, (key, members) in enumerate(grouped(plan.parameters).items())
     )
+
+
+def frozen_note(plan: OwnershipPlan, config: RuntimeConfig) -> list[str]:
+    """What to tell the user about weights that do not train."""
+    frozen = sum(p.numel for p in plan.parameters if not p.trainable)
+    if not frozen or config.sent_dtype == config.master_dtype:
+        return []
+    return [
+        f"frozen weights: {frozen:,} elements are kept once, rounded to {config.sent_dtype},"
+        " without masters"
+    ]
 
 
 def _fill_masters(

@@ -98,8 +98,9 @@ class TrainableRuntime(Protocol):
 
     @abstractmethod
     def masters(self) -> list[Tensor]:
-        """This rank's share of the weights in the master dtype, always in the same order; the
-        tensors are the live ones. Call ``loaded`` on every rank after writing to them.
+        """This rank's share of the weights that train, in the master dtype, always in the same
+        order; the tensors are the live ones. Frozen ones have none (under line A they do, as FSDP2
+        keeps them). Call ``loaded`` on every rank after writing to them.
         """
 
     @abstractmethod

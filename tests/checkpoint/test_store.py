@@ -10,6 +10,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,16 @@ def test_a_wider_float_is_filled_with_the_same_numbers(tmp_path: Path) -> None:
     assert torch.equal(wanted[1].data, saved["half"][1:].double())
     assert torch.equal(wanted[2].data, narrow.double()) and int(wanted[3].data) == 3
     assert loaded.widened == ("half", "single") and loaded.unused == ()
+
+
+def test_a_wider_float_is_rounded_once_where_that_is_meant(tmp_path: Path) -> None:
+    single = torch.tensor([1 / 3, -2e-30, 65504.0])
+    _save(tmp_path, pieces=[stored("w", single)])
+    wanted = stored("w", torch.zeros(3, dtype=torch.bfloat16))
+    with pytest.raises(CheckpointError, match="was saved with shape"):
+        load(tmp_path, 5, [wanted])
+    loaded = load(tmp_path, 5, [replace(wanted, rounds=True)])
+    assert torch.equal(wanted.data, single.bfloat16()) and loaded.widened == ()
 
 
 def test_pieces_must_cover_a_tensor_once(tmp_path: Path) -> None:

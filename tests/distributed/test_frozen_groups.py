@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from megamuon.runtime import Runtime, RuntimeConfig, shard
 from megamuon.runtime.config import OptimizerSettings
 from tests.support.call_order import record
+from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 from tests.support.scenarios import WIDTH, Block
 
@@ -100,9 +101,6 @@ def run_tower(rank: int, world: int) -> dict[str, object]:
             name = f"{collectives}, ZeRO-{stage}"
             found[name] = (dict(runtime.full_parameters()), gathers, alive)
             found[f"memory of {name}"] = runtime.memory()
-            found[f"frozen elements of {name}"] = sum(
-                s.stop - s.start for g in runtime.groups for s in g.local if s.window is None
-            )
             runtime.close()
     return found
 
@@ -193,6 +191,64 @@ def test_a_frozen_tower_is_gathered_once(name: str, results: list[dict]) -> None
         assert alive == [False] * 3  # when the backward pass begins
         for parameter, value in wanted.items():
             assert (weights[parameter] - value).abs().max() < 1e-9, parameter
+
+
+@pytest.mark.parametrize("name", [f"{c}, ZeRO-{s}" for c in ("grouped", "ready") for s in (2, 3)])
+def test_what_does_not_train_is_kept_once(name: str, results: list[dict]) -> None:
+    frozen = sum(p.numel() for p in build().parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in build().parameters() if p.requires_grad)
+    held = [result["tower"][f"memory of {name}"] for result in results]
+    assert sum(memory["masters"] for memory in held) == 8 * trained
+    assert sum(memory["frozen_weights"] for memory in held) == 8 * frozen
+
+
+def run_narrow(rank: int, world: int, replicas: int) -> dict[str, object]:
+    """BF16 with FP32 masters: what a frozen tower keeps, and what comes back from its state."""
+    config = RuntimeConfig(compute_dtype=torch.bfloat16, unit_threshold=50)
+    mesh = mesh_of(rank, world, replicas=replicas)
+    options = {"layers": (Block,), "config": config, "mesh": mesh}
+    runtime = shard(build().float(), **options)
+    again = shard(build().float(), plan=runtime.plan, **options)
+    whole = {n: p.detach() for n, p in build().float().named_parameters()}
+    runtime.load_parameters(whole)
+    pieces = {(t.name, t.offset): t.data for t in runtime.state(everywhere=True)}
+    for piece in again.state(everywhere=True):
+        piece.data.copy_(pieces[piece.name, piece.offset])
+    again.loaded()
+    found = {
+        "notes": runtime.notes(),
+        "memory": runtime.memory(),
+        "dtypes": {t.name: t.data.dtype for t in runtime.state(optimizer=False)},
+        "same": all(
+            torch.equal(a, b) and torch.equal(a, whole[n].bfloat16())
+            for (n, a), (_, b) in zip(
+                runtime.full_parameters(), again.full_parameters(), strict=True
+            )
+        ),
+        "held": sum(s.master.numel() for g in runtime.groups for s in g.local if s.window is None),
+    }
+    with runtime.swapped([torch.zeros_like(master) for master in runtime.masters()]):
+        found["swapped"] = [
+            n for n, p in runtime.full_parameters() if torch.equal(p, whole[n].bfloat16())
+        ]
+    runtime.close()
+    again.close()
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_frozen_weights_have_no_masters(ranks: int, replicas: int) -> None:
+    results = run_ranks(run_narrow, ranks, replicas, timeout=120.0)
+    frozen = {n: p.numel() for n, p in build().named_parameters() if not p.requires_grad}
+    for result in results:
+        assert result["same"]
+        assert result["notes"][0].startswith(f"frozen weights: {sum(frozen.values()):,} elements")
+        assert {result["dtypes"][n] for n in frozen if n in result["dtypes"]} <= {torch.bfloat16}
+        assert set(frozen) <= set(result["swapped"])  # an average is of what trains
+        assert "blocks.0.up.weight" not in result["swapped"]
+    kept = sum(result["memory"]["frozen_weights"] for result in results)
+    assert kept == (2 * sum(frozen.values()) if replicas == 1 else 0)  # else in leaders' copies
+    assert sum(result["held"] for result in results) == sum(frozen.values())
 
 
 def test_gradients_through_a_tower_gather_it_again(results: list[dict]) -> None:

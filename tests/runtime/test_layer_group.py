@@ -62,10 +62,13 @@ def test_ranks_hold_every_element_once() -> None:
         made = groups(world)
         elements = sum(p.numel for p in PARAMETERS)
         frozen = PARAMETERS[1].numel
-        assert sum(g.master.numel() for g in made) == elements
+        assert sum(g.master.numel() for g in made) == elements - frozen
+        # What does not train is kept once, in the dtype that is gathered.
+        assert sum(g.frozen.numel() for g in made) == frozen
+        assert {g.frozen.dtype for g in made} == {torch.bfloat16}
         assert sum(g.window.numel() for g in made) == elements - frozen
         for rank, group in enumerate(made):
-            assert group.gather_table.sizes[rank] == group.master.numel()
+            assert group.gather_table.sizes[rank] == group.master.numel() + group.frozen.numel()
             assert group.reduce_table.shards.sizes[rank] == group.window.numel()
             for segment in group.local:
                 assert (segment.window is None) == (segment.parameter.name == "frozen")
@@ -84,12 +87,14 @@ def test_a_new_group_holds_no_weights_and_no_slots() -> None:
 
 def test_masters_reach_their_place_in_the_buffer() -> None:
     for group in groups(2):
+        held = group.master.numel() + group.frozen.numel()
         group.master.copy_(torch.arange(group.master.numel()) + 1.0)
+        group.frozen.copy_(torch.arange(group.frozen.numel()) + 7.0)
         group.weights.revive()
         group.weights.raw.zero_()
         group.write_sources()
         for segment in group.local:
             name = segment.parameter.name
             piece = group.weights.raw_piece(name, segment.start, segment.stop)
-            assert torch.equal(piece.float(), segment.master)
-        assert int(group.weights.raw.count_nonzero()) == group.master.numel()
+            assert torch.equal(piece.float(), segment.master.float())
+        assert int(group.weights.raw.count_nonzero()) == held
