@@ -12,7 +12,6 @@ Example: ``python tools/plan_owners.py --model qwen2.5-1.5b --sharding hsdp --no
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
