@@ -6,6 +6,8 @@ formulas.  What is counted is the logical payload, each collective in the dtype 
 * a gather: the segments that this rank holds, once for each other member of the group;
 * a reduction: the bytes of this rank's contributions to the other members' segments;
 * a publish: header and payload, once for each other replica;
+* an all-reduce (the norm, the control bytes at a pass's end): a reduction and a gather of shares,
+  ``2 (N-1) / N`` of its bytes;
 * padding, where an operation pads (the ``padded`` transport), because it travels as well.
 
 Not counted: what tensor parallelism sends inside the model's layers; bytes that stay on the rank,

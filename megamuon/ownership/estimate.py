@@ -1,35 +1,72 @@
-"""What does a plan cost each rank?  Owner fan-out per block, and bytes held and moved.
+"""What does a plan cost each rank?  Owner fan-out per block, and bytes held and moved, per line.
 
-Owns the arithmetic of MatrixFSDP's gamma (section 4.2) and the expansion of a plan into bytes per
-rank: parameters, gradients, optimizer state, workspace, and what a step sends and receives inside
-the replicas and across them. Invariant: pure; summed over ranks, the bytes moved are the closed
-forms 2(N-1)P at ZeRO-2, 3(N-1)P at ZeRO-3 and 2(R-1)P across replicas. Everything is counted at
-tensor-parallel rank 0, whose pieces are the largest. Tested by
-``tests/ownership/test_estimate.py``.
+Owns the arithmetic of MatrixFSDP's gamma (section 4.2), and the one set of forms for the bytes of
+lines A, B, C, D and M on a grid of R replicas and K shards with T tensor-parallel
+ranks behind each: what each rank holds, and what a step sends and receives inside
+the replicas and across them. Their sums are the closed forms that counted bytes are compared with.
+Invariant: pure; a function of a plan's parameters and places alone. Tested by
+``tests/ownership/test_estimate.py`` and, against real runs, ``tests/tools/test_lines.py``.
+
+[Note: the closed forms]
+
+Sent per step of one micro-batch, summed over all ranks; P counts the elements of all parameters,
+each tensor-parallel rank's pieces of them:
+
+* gather, along shard: R (K-1) times 2P at ZeRO-3, P at ZeRO-2 and ZeRO-1, in the compute dtype.
+  Groups that stay from forward to backward (a token table that is tied to the head, the loose
+  parameters outside of all layers) are gathered once per pass, so they count once at ZeRO-3 too.
+  At ZeRO-1 there is one gather per step, after the update, however many the micro-batches.
+* reduce, along shard: R (K-1) P, in the reduction dtype, for each micro-batch. With one replica
+  both make the 2(N-1)P and 3(N-1)P of DMuon-2.
+* reduce and publish, along replicate: (R-1) P each, 2(R-1) P together. Gradients of owned
+  parameters travel to the owner in the reduction dtype, the new weights back in the compute dtype.
+  Parameters in even slices are all-reduced; the sums come back in the master dtype (line A:
+  all-reduced in the reduction dtype). A message of a publish has a header, which is not in the
+  form. Line D publishes payloads alone.
+* matrix_gather, along shard, and tp_matrices, along tp: the moves of the matrix update
+  (``update_plan.py``), in the master dtype. For line B that is R (K-1) M, the momentum of the M
+  elements of matrices.
+
+Held, mean over ranks, with O owned elements and E in even slices (DMuon-2, section 4.4): masters
+O/(RK) + E/K, copies that replicas gather from O/K in the compute dtype if there are several,
+reduced gradients and optimizer state O/(RK) + E/K. ZeRO-1 adds whole weights.
+
+Line D moves what line C moves, and holds what it holds; beyond that it keeps a symmetric pool,
+whose size is a plan of its own (``megamuon/runtime/pool.py``), and control memory. FSDP2 (line A)
+pads dim 0 of every parameter to a multiple of K, which travels and stays: its forms are over padded
+sizes, but for optimizer state, which has no padding.
 
 [Note: what the estimate assumes]
 
 A gather sends each segment from its holder straight to the other ranks of the replica, and a
-reduction the other way. Groups that stay gathered (the root's loose parameters, a table tied to a
-head) are gathered once per pass at ZeRO-3 too; at ZeRO-1 weights are gathered once per step, after
-the update. Each micro-batch is reduced. Across replicas, gradients of owned parameters go to the
-owner, slices are all-reduced as in plain HSDP, and owned parameters are published. What the update
-of matrices moves is counted apart, in ``update_plan.py``. Workspace:
-gathered buffers (at ZeRO-3 the largest group, the one prefetched and those that stay; at ZeRO-2
-all), gradient slots of two groups (one is written, one is reduced) and the largest owner window.
-Padding of buffers to an alignment and what a library allocates for itself are not in it.
+reduction the other way. Workspace: gathered buffers (at ZeRO-3 the largest group, the one
+prefetched and those that stay; at ZeRO-2 all), gradient slots of two groups (one is written, one is
+reduced) and the largest owner window. What the update of matrices moves is counted apart, in
+``update_plan.py``. Padding of buffers to an alignment and what a library allocates for itself
+are not in it. Everything is counted at tensor-parallel rank 0, whose pieces are the largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from megamuon.matrices import Layout, LogicalParameter, Route
 from megamuon.ownership.groups import GroupKey, group_of
 from megamuon.ownership.plan import OwnershipPlan
+from megamuon.ownership.update_plan import update_moves
+from megamuon.placements import Axis
+
+SHARD, REPLICATE = "shard", "replicate"
+RESIDENT = ("parameters", "gradients", "optimizer_state")
+Key = tuple[str, str]  # operation and axis, as ``collectives.traffic`` counts them
+# What the moves of the matrix update count as, by axis.
+MOVES: dict[Axis, Key] = {Axis.SHARD: ("matrix_gather", SHARD), Axis.TP: ("tp_matrices", "tp")}
+MASTERS = {dtype.itemsize: dtype for dtype in (torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +78,22 @@ class StateBytes:
     flat: int = 8  # per element of what is trained element by element
     piece: int = 4  # per element of a matrix, beside each of its pieces
     whole: Callable[[int, int], int] | None = None  # of a [rows, cols] matrix where it is worked on
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineShape:
+    """What bytes depend on beside the plan; widths are bytes of an element."""
+
+    line: str = "C"  # A, B, C, D or M
+    zero_stage: int = 3
+    compute: int = 4  # gathered weights, publishes
+    reduce: int = 4  # gradients on the wire
+    master: int = 4  # masters, reduced gradients
+
+    @property
+    def padded(self) -> bool:
+        """Whether dim 0 of every parameter is padded to a multiple of the shard ranks."""
+        return self.line == "A"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +145,11 @@ def block_fanouts(plan: OwnershipPlan) -> tuple[BlockFanout, ...]:
 
 @dataclass
 class _Group:
-    """Elements of one gather group: held by each rank, whole and trainable alone."""
+    """Elements of one gather group at one tensor-parallel rank, [replicas, shards]."""
 
     stays: bool  # gathered once per pass, whatever the stage
-    owned: np.ndarray  # [replicas, shards]
-    sliced: np.ndarray  # [replicas, shards]; every replica holds the same
+    owned: np.ndarray
+    sliced: np.ndarray  # every replica holds the same
     owned_trainable: np.ndarray
     sliced_trainable: np.ndarray
 
@@ -111,7 +164,7 @@ class _Group:
         return self.owned_trainable.sum(axis=0) + self.sliced_trainable[0]
 
 
-def _groups(plan: OwnershipPlan) -> list[_Group]:
+def _groups(plan: OwnershipPlan, tp_rank: int = 0, *, padded: bool = False) -> list[_Group]:
     grid = plan.topology
     found: dict[GroupKey, _Group] = {}
     for parameter in plan.parameters:
@@ -120,50 +173,161 @@ def _groups(plan: OwnershipPlan) -> list[_Group]:
             blank = [np.zeros((grid.replicas, grid.shards), dtype=np.int64) for _ in range(4)]
             found[key] = _Group(key.kept, *blank)
         group = found[key]
-        for rank, start, stop in plan.segments(parameter.name):
-            if parameter.layout is Layout.OWNER:
-                place: tuple[object, int] = (grid.replica_of(rank), grid.shard_of(rank))
-                whole, trainable = group.owned, group.owned_trainable
-            else:
-                place = (slice(None), rank)
-                whole, trainable = group.sliced, group.sliced_trainable
-            whole[place] += stop - start
-            if parameter.trainable:
-                trainable[place] += stop - start
+        owner = parameter.layout is Layout.OWNER
+        kinds = [group.owned if owner else group.sliced]
+        if parameter.trainable:
+            kinds.append(group.owned_trainable if owner else group.sliced_trainable)
+        for place, numel in _places(plan, parameter, tp_rank, padded):
+            for kind in kinds:
+                kind[place] += numel
     return list(found.values())
 
 
-def _of_whole(plan: OwnershipPlan, parameter: LogicalParameter, state: StateBytes) -> int:
-    """Bytes of a matrix's own state on each data-parallel rank that works on it, at tp rank 0."""
-    if parameter.route is not Route.MATRIX or state.whole is None:
-        return 0
-    elsewhere = parameter.cut is not None and plan.tp_owner_of(parameter.name) != 0
-    return 0 if elsewhere else state.whole(parameter.shape[0], parameter.shape[1])
-
-
-def optimizer_bytes(plan: OwnershipPlan, state: StateBytes | None = None) -> np.ndarray:
-    """Bytes of optimizer state per rank; every replica holds the even slices of its shards, and
-    each rank that has a slice of a matrix the state of the whole.
-    """
-    grid, state = plan.topology, state or StateBytes()
-    held = np.zeros(grid.world, dtype=np.int64)
-    by_replica = held.reshape(grid.replicas, grid.shards)
-    for parameter in plan.parameters:
-        if not parameter.trainable:
-            continue
-        each = state.piece if parameter.route is Route.MATRIX else state.flat
-        whole = _of_whole(plan, parameter, state)
-        for rank, start, stop in plan.segments(parameter.name):
-            size = (stop - start) * each + whole
-            if parameter.layout is Layout.OWNER:
-                held[rank] += size
-            else:
-                by_replica[:, rank] += size
-    return held
+def _places(
+    plan: OwnershipPlan, parameter: LogicalParameter, tp_rank: int, padded: bool
+) -> Iterator[tuple[tuple[object, object], int]]:
+    """Where the elements of a parameter's piece lie: an index into [replicas, shards], elements."""
+    grid = plan.topology
+    if padded:
+        first, *rest = parameter.piece_shape(tp_rank)
+        yield (slice(None), slice(None)), -(-first // grid.shards) * math.prod(rest)
+        return
+    for rank, start, stop in plan.segments(parameter.name, tp_rank):
+        if parameter.layout is Layout.OWNER:
+            yield (grid.replica_of(rank), grid.shard_of(rank)), stop - start
+        else:
+            yield (slice(None), rank), stop - start
 
 
 def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return sum(arrays, start=np.int64(0))  # type: ignore[call-overload]
+
+
+# --- bytes that stay -----------------------------------------------------------------------------
+
+
+def _of_whole(
+    plan: OwnershipPlan, parameter: LogicalParameter, state: StateBytes, tp_rank: int
+) -> int:
+    """Bytes of a matrix's own state on each data-parallel rank that works on it."""
+    if parameter.route is not Route.MATRIX or state.whole is None:
+        return 0
+    elsewhere = parameter.cut is not None and plan.tp_owner_of(parameter.name) != tp_rank
+    return 0 if elsewhere else state.whole(parameter.shape[0], parameter.shape[1])
+
+
+def optimizer_bytes(
+    plan: OwnershipPlan, state: StateBytes | None = None, tp_rank: int = 0
+) -> np.ndarray:
+    """Bytes of optimizer state, [replicas, shards]; every replica holds the even slices of its
+    shards, and each rank that has a slice of a matrix the state of the whole.
+    """
+    grid, state = plan.topology, state or StateBytes()
+    held = np.zeros((grid.replicas, grid.shards), dtype=np.int64)
+    for parameter in plan.parameters:
+        if not parameter.trainable:
+            continue
+        each = state.piece if parameter.route is Route.MATRIX else state.flat
+        whole = _of_whole(plan, parameter, state, tp_rank)
+        for place, numel in _places(plan, parameter, tp_rank, padded=False):
+            held[place] += numel * each + whole
+    return held
+
+
+def resident(plan: OwnershipPlan, shape: LineShape, tp_rank: int = 0) -> dict[str, np.ndarray]:
+    """Bytes that each rank keeps by kind (``RESIDENT``), [replicas, shards]: masters and copies
+    in the compute dtype, reduced gradients, optimizer state.
+    """
+    groups = _groups(plan, tp_rank, padded=shape.padded)
+    return _resident(groups, shape) | {"optimizer_state": optimizer_bytes(plan, None, tp_rank)}
+
+
+def _resident(groups: Sequence[_Group], shape: LineShape) -> dict[str, np.ndarray]:
+    owned, sliced = _total(g.owned for g in groups), _total(g.sliced for g in groups)
+    trained = _total(g.owned_trainable for g in groups)
+    slices = _total(g.sliced_trainable for g in groups)
+    replicas = len(owned)
+    # Frozen weights are kept as they are gathered, owned ones in the leaders' copies if there are.
+    frozen = sliced - slices + (owned - trained) * (replicas == 1)
+    # Leaders keep a copy of what the owners of their shard publish to them.
+    copies = owned.sum(axis=0) * (replicas > 1)
+    if shape.zero_stage == 1:  # whole weights for life
+        copies = _total(g.led for g in groups).sum()
+    masters = trained + slices
+    if shape.line == "A":  # FSDP2 keeps frozen weights in the master dtype too
+        masters, frozen = masters + frozen, frozen * 0
+    return {
+        "parameters": masters * shape.master + (frozen + copies) * shape.compute,
+        "gradients": (trained + slices) * shape.master,
+    }
+
+
+def resident_formula(plan: OwnershipPlan, shape: LineShape) -> dict[str, float]:
+    """Mean resident bytes per rank by kind, over all tensor-parallel ranks too."""
+    pieces = [resident(plan, shape, tp_rank) for tp_rank in range(plan.topology.tp)]
+    return {kind: float(np.mean([held[kind] for held in pieces])) for kind in RESIDENT}
+
+
+# --- bytes that move -----------------------------------------------------------------------------
+
+
+def _traffic(
+    groups: Sequence[_Group], shape: LineShape, micro_batches: int = 1
+) -> dict[Key, tuple[np.ndarray, np.ndarray]]:
+    """Bytes that each rank sends and receives per step, [replicas, shards]; [shards] where all
+    replicas are alike.
+    """
+    replicas, shards = groups[0].owned.shape
+    zero = np.zeros(shards, dtype=np.int64)
+    gathered, received = zero, zero
+    for group in groups:
+        passes = 2 if shape.zero_stage == 3 and not group.stays else 1
+        gathers = 1 if shape.zero_stage == 1 else passes * micro_batches
+        gathered = gathered + gathers * shape.compute * (shards - 1) * group.led
+        received = received + gathers * shape.compute * (group.led.sum() - group.led)
+    mine = _total(g.led_trainable for g in groups)
+    reduced = micro_batches * shape.reduce
+    trained = _total(g.owned_trainable for g in groups)
+    others = trained.sum(axis=0) - trained  # owned by the other ranks of the rail
+    slices = _total(g.sliced_trainable for g in groups)[0]
+    back = shape.reduce if shape.line == "A" else shape.master
+    # An all-reduce sends and receives equally much; replicas share what does not divide.
+    summed = (replicas - 1) * micro_batches * (shape.reduce + back) * slices
+    ring = np.diff(summed * np.arange(replicas + 1)[:, None] // replicas, axis=0)
+    return {
+        ("gather", SHARD): (gathered, received),
+        ("reduce", SHARD): (reduced * (mine.sum() - mine), reduced * (shards - 1) * mine),
+        ("reduce", REPLICATE): (
+            others * reduced + ring,
+            (replicas - 1) * trained * reduced + ring,
+        ),
+        ("publish", REPLICATE): (
+            (replicas - 1) * trained * shape.compute,
+            others * shape.compute,
+        ),
+    }
+
+
+def traffic_formula(
+    plan: OwnershipPlan, shape: LineShape, *, padding: bool = True
+) -> dict[Key, int]:
+    """Bytes of a step of one micro-batch, summed over all ranks; what is not sent has no entry.
+
+    ``padding``: with what FSDP2 pads; without effect on other lines than A.
+    """
+    grid, found = plan.topology, dict[Key, int]()
+    for tp_rank in range(grid.tp):
+        groups = _groups(plan, tp_rank, padded=padding and shape.padded)
+        for key, (sent, _) in (_traffic(groups, shape) if groups else {}).items():
+            total = int(np.broadcast_to(sent, (grid.replicas, grid.shards)).sum())
+            found[key] = found.get(key, 0) + total
+    for move in update_moves(plan, MASTERS[shape.master]):
+        key = MOVES[move.axis]
+        found[key] = found.get(key, 0) + move.nbytes
+    return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+
+# --- all of it, for each rank --------------------------------------------------------------------
 
 
 def _workspace(groups: Sequence[_Group], stage: int, width: int, reduce_width: int) -> np.ndarray:
@@ -202,50 +366,25 @@ def estimate(
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, got {micro_batches}")
     grid, width = plan.topology, plan.settings.bytes_per_element
-    replicas, shards = grid.replicas, grid.shards
-    shape = (replicas, shards)
     groups = _groups(plan)
     if not groups:
         return ResourceEstimate(**dict.fromkeys(_KINDS, (0,) * grid.world))
-    owned, sliced = _total(g.owned for g in groups), _total(g.sliced for g in groups)
-    trained = _total(g.owned_trainable for g in groups)
-    slices = _total(g.sliced_trainable for g in groups)
-    # Frozen weights are kept as they are gathered, owned ones in the leaders' copies if there are.
-    frozen = sliced - slices + (owned - trained) * (replicas == 1)
-    everything = int(_total(g.led for g in groups).sum())
-    if zero_stage == 1:
-        resident = np.full(shape, everything)
-    else:  # leaders keep a copy of what the owners of their shard publish to them
-        resident = np.broadcast_to(owned.sum(axis=0) * (replicas > 1), shape)
-
-    sent = received = np.int64(0)
-    for group in groups:
-        led, mine = group.led, group.led_trainable
-        gathers = (
-            1
-            if zero_stage == 1
-            else micro_batches * (2 if zero_stage == 3 and not group.stays else 1)
-        )
-        sent = sent + gathers * width * (shards - 1) * led
-        received = received + gathers * width * (led.sum() - led)
-        sent = sent + micro_batches * reduce_bytes * (mine.sum() - mine)
-        received = received + micro_batches * reduce_bytes * (shards - 1) * mine
-    others = trained.sum(axis=0) - trained  # owned by the other ranks of the rail
-    reduced = micro_batches * reduce_bytes
-    ring = 2 * (replicas - 1) * slices * reduced // replicas
+    shape = LineShape(
+        zero_stage=zero_stage, compute=width, reduce=reduce_bytes, master=master_bytes
+    )
     figures = {
-        "parameters": (trained + slices) * master_bytes + (frozen + resident) * width,
-        "gradients": (trained + slices) * master_bytes,
+        **_resident(groups, shape),
         "optimizer_state": optimizer_bytes(plan, state),
         "workspace": _workspace(groups, zero_stage, width, reduce_bytes),
-        "sent_inside_replicas": sent,
-        "received_inside_replicas": received,
-        "sent_across_replicas": others * reduced + (replicas - 1) * trained * width + ring,
-        "received_across_replicas": (replicas - 1) * trained * reduced + others * width + ring,
     }
+    for (_, axis), moved in _traffic(groups, shape, micro_batches).items():
+        where = "inside_replicas" if axis == SHARD else "across_replicas"
+        for direction, nbytes in zip(("sent", "received"), moved, strict=True):
+            kind = f"{direction}_{where}"
+            figures[kind] = figures.get(kind, np.int64(0)) + nbytes
     return ResourceEstimate(
         **{
-            kind: tuple(int(v) for v in np.broadcast_to(values.reshape(-1, shards), shape).flat)
+            kind: tuple(int(v) for v in np.broadcast_to(values, (grid.replicas, grid.shards)).flat)
             for kind, values in figures.items()
         }
     )

@@ -111,7 +111,7 @@ def summarize(
         muon_bytes[owner] += muon * plan.settings.bytes_per_element
     per_rail = [values.reshape(-1, rails).sum(axis=0) for values in (counts, bytes_held, times)]
     orders = _publish_orders(plan, rails)
-    optimizer = optimizer_bytes(plan, state)
+    optimizer = optimizer_bytes(plan, state).reshape(-1)
     routes = Counter(p.route for p in plan.parameters)
     return PlanReport(
         rails=tuple(

@@ -141,7 +141,8 @@ class NormReduction:
         vector = torch.tensor(sums, dtype=torch.float64, device=self.device)
         with named("gradient norm"):
             dist.all_reduce(vector, group=self.group)
-        self.traffic.sent("norm", "world", vector.numel() * vector.element_size())
+        ranks, nbytes = dist.get_world_size(self.group), vector.numel() * vector.element_size()
+        self.traffic.sent("norm", "world", 2 * (ranks - 1) * nbytes // ranks)
         return vector.tolist()
 
 

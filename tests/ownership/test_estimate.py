@@ -114,7 +114,7 @@ def test_volumes_are_the_closed_forms(replicas: int, shards: int, stage: int, ga
     parameters = [p for p in inventory("qwen2.5-7b") if p.name != "model.norm.weight"]
     grid = Topology(replicas=replicas, shards=shards)
     plan = build_plan(parameters, grid, closed_form_cost())
-    found = estimate(plan, zero_stage=stage, reduce_bytes=2)
+    found = estimate(plan, zero_stage=stage, reduce_bytes=2, master_bytes=2)
     size = 2 * sum(p.numel for p in parameters)
     inside = (gathers + 1) * (shards - 1) * size * replicas
     across = 2 * (replicas - 1) * size

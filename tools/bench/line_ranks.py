@@ -20,39 +20,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megamuon.collectives.traffic import Traffic
 from megamuon.ownership import OwnershipPlan
+from megamuon.ownership.estimate import (
+    Key,
+    LineShape,
+    resident_formula,
+    traffic_formula,
+)
+from megamuon.ownership.estimate import resident as resident_of_plan
 from megamuon.runtime import Runtime
 from tools.bench.blocked import Blocked
 from tools.bench.footprint import Shared, shared_of, storage_bytes
-from tools.bench.formulas import (
-    ACROSS,
-    INSIDE,
-    TP,
-    Key,
-    Shape,
-    Widths,
-    resident_formula,
-    resident_plan,
-    traffic_formula,
-)
-from tools.bench.operator_calls import OperatorCalls
 from tools.bench.systems import Line, staged_step
-from tools.bench.wire import Call, count_bytes
+from tools.bench.wire import count_bytes
 from tools.sharded_training import Case
 
 PHASES = ("forward", "backward", "optimizer", "exposed_communication", "publish_wait")
 # Rounds: the first freezes orders, the second opens line D's pool, the third makes its operators'
 # tables; and caches fill.
 WARM_UP = 3
-WORLD = "world"
-CLASSES = (INSIDE, ACROSS, TP, WORLD)
-OPERATORS: dict[str, Key] = {  # of the host fabric; ``share`` sends finished sums to all replicas
-    "ready gather": ("gather", INSIDE),
-    "ready reduce inside": ("reduce", INSIDE),
-    "ready reduce across": ("reduce", ACROSS),
-    "ready share": ("reduce", ACROSS),
-    "ready publish": ("publish", ACROSS),
-}
+INSIDE, ACROSS, TP, WORLD = "inside_rows", "across_rows", "tp", "world"
+CLASSES = (INSIDE, ACROSS, TP, WORLD)  # of links
+CLASS_OF = {
+    "shard": INSIDE,
+    "replicate": ACROSS,
+    "tp": TP,
+    "world": WORLD,
+}  # by axis of ``Traffic``
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +59,14 @@ class Schedule:
     compute: torch.dtype
     reduce: torch.dtype
 
-    @property
-    def widths(self) -> Widths:
-        return Widths(compute=self.compute.itemsize, reduce=self.reduce.itemsize, master=4)
+    def shape(self, case: Case) -> LineShape:
+        """What the forms of a line depend on."""
+        return LineShape(
+            line=case.line,
+            zero_stage=case.zero_stage,
+            compute=self.compute.itemsize,
+            reduce=self.reduce.itemsize,
+        )
 
 
 def work(rank: int, world: int, cases: Sequence[Case], schedule: Schedule) -> dict[str, Any]:
@@ -75,17 +75,15 @@ def work(rank: int, world: int, cases: Sequence[Case], schedule: Schedule) -> di
     # FSDP2 warns of in-place operations on a model output that is a view; nobody does any here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", message=".*is deprecated.*", category=FutureWarning)
-    operators = OperatorCalls()
-    with operators.watch():
-        lines = {
-            case.line: Line(case, rank, compute=schedule.compute, reduce=schedule.reduce)
-            for case in cases
-        }
-        timed = time_lines(lines, schedule)
-        found = {}
-        for name, line in lines.items():
-            shape = Shape(line=name, zero_stage=line.case.zero_stage, widths=schedule.widths)
-            found[name] = timed[name] | sent(line, shape, operators) | resident(line, shape)
+    lines = {
+        case.line: Line(case, rank, compute=schedule.compute, reduce=schedule.reduce)
+        for case in cases
+    }
+    timed = time_lines(lines, schedule)
+    found = {}
+    for name, line in lines.items():
+        shape = schedule.shape(line.case)
+        found[name] = timed[name] | sent(line, shape) | resident(line, shape)
     for line in lines.values():
         line.runtime.close()
     return found
@@ -149,74 +147,82 @@ def mean_over_ranks(value: float) -> float:
 # --- bytes that move -----------------------------------------------------------------------------
 
 
-def sent(line: Line, shape: Shape, operators: OperatorCalls) -> dict[str, Any]:
-    """Bytes that this rank sends in a step, by kind and link class, read off its calls; what the
-    runtime's own counter says; the closed forms.
+def sent(line: Line, shape: LineShape) -> dict[str, Any]:
+    """Bytes that this rank sends in a step, by kind and link class, as the runtime counts them;
+    what Gloo sends; the closed forms.
+
+    What tensor parallelism sends is read off torch's calls, because layers send it without a
+    runtime, and so is what Gloo sends beyond what a call needs.
     """
-    line.runtime.traffic.reset()
-    with count_bytes() as counter, operators.to(counter):
+    traffic, phases = line.runtime.traffic, dict[str, dict[Key, int]]()
+    traffic.reset()
+    with count_bytes() as counter:
 
         def mark(phase: str) -> None:
             counter.phase = phase
+            phases[phase] = by_class(traffic)
 
         staged_step(line, line.tokens(10_000), mark)
         line.settle()
-    moved: dict[Key, int] = {}
-    wire: dict[Key, int] = {}
-    at_the_step: dict[str, int] = {}
+    moved = by_class(traffic)
+    before, after = phases["optimizer"], phases["end"]
+    at_the_step = {key[0]: after[key] - before.get(key, 0) for key in after}
+    wire, called = dict(moved), 0
     for call in counter.calls:
-        key = kind_of(line, call)
-        moved[key] = moved.get(key, 0) + call.nbytes
-        wire[key] = wire.get(key, 0) + call.wire
-        if call.phase == "optimizer":
-            at_the_step[key[0]] = at_the_step.get(key[0], 0) + call.nbytes
+        optimizer, key = call.phase in ("optimizer", "end"), ("more", link_of(line, call.ranks))
+        if key[1] == TP:
+            key = ("tp_matrices" if optimizer else "tp_activations", TP)
+            moved[key] = moved.get(key, 0) + call.nbytes
+            if call.phase == "optimizer":
+                at_the_step[key[0]] = at_the_step.get(key[0], 0) + call.nbytes
+            wire[key] = wire.get(key, 0) + call.wire
+        else:
+            wire[key] = wire.get(key, 0) + call.wire - call.nbytes
+            called += call.nbytes
     plan: OwnershipPlan = line.runtime.plan
     return {
         "sent": moved,
         "wire": wire,
-        "optimizer_step_sent": at_the_step,
-        "runtime_sent": {
-            axis: line.runtime.traffic.bytes(axis=axis)
-            - line.runtime.traffic.bytes("pass_end", axis)
-            for axis in ("shard", "replicate")
-        },
-        "traffic_formula": traffic_formula(plan, shape),
-        "traffic_formula_unpadded": traffic_formula(plan, shape, padding=False),
+        "called": called,
+        "optimizer_step_sent": {kind: nbytes for kind, nbytes in at_the_step.items() if nbytes},
+        "traffic_formula": classes_of(traffic_formula(plan, shape)),
+        "traffic_formula_unpadded": classes_of(traffic_formula(plan, shape, padding=False)),
         "elements": sum(p.numel for p in plan.parameters),
     }
 
 
-def kind_of(line: Line, call: Call) -> Key:
-    """Kind and link class of a call, from its operator, or its process group and phase."""
-    if call.operation in OPERATORS:
-        return OPERATORS[call.operation]
-    mesh, optimizer = line.mesh, call.phase in ("optimizer", "end")
-    if optimizer and call.operation == "allreduce":
-        return ("norm", WORLD)
-    if call.operation == "allreduce" and call.ranks in mesh.groups_along("shard"):
-        return (
-            "pass_end",
-            WORLD,
-        )  # a few bytes of control, as the norm: not of the replica's weights
-    if mesh.tp > 1 and call.ranks in mesh.groups_along("tp"):
-        return ("tp_matrices" if optimizer else "tp_activations", TP)
-    publication = line.publication
-    if publication is not None and call.group == publication.publisher.group.group_name:
-        return ("publish", ACROSS)
-    if mesh.replicas > 1 and call.ranks in mesh.groups_along("replicate"):
-        return ("reduce", ACROSS)
-    if optimizer:
-        return ("matrix_gather", INSIDE)
-    if line.case.line == "A":
-        return ("gather" if "gather" in call.operation else "reduce", INSIDE)
-    gathers = line.runtime.engine.transport.gather_group.group_name
-    return ("gather" if call.group == gathers else "reduce", INSIDE)
+def by_class(traffic: Traffic) -> dict[Key, int]:
+    """Bytes by kind and link class; a few bytes of control at a pass's end are, as the norm, not of
+    the weights of a replica.
+    """
+    found: dict[Key, int] = {}
+    for operation, axes in traffic.as_dict().items():
+        for axis, counted in axes.items():
+            if axis != "tp":
+                link = WORLD if operation == "pass_end" else CLASS_OF[axis]
+                found[operation, link] = counted["bytes"]
+    return found
+
+
+def classes_of(forms: dict[Key, int]) -> dict[Key, int]:
+    """Forms by kind and link class."""
+    return {(kind, CLASS_OF[axis]): nbytes for (kind, axis), nbytes in forms.items()}
+
+
+def link_of(line: Line, ranks: tuple[int, ...]) -> str:
+    """The link class of a call between ``ranks``."""
+    mesh = line.mesh
+    if mesh.tp > 1 and ranks in mesh.groups_along("tp"):
+        return TP
+    if ranks in mesh.groups_along("shard"):
+        return INSIDE
+    return ACROSS if ranks in mesh.groups_along("replicate") else WORLD
 
 
 # --- bytes that stay -----------------------------------------------------------------------------
 
 
-def resident(line: Line, shape: Shape) -> dict[str, Any]:
+def resident(line: Line, shape: LineShape) -> dict[str, Any]:
     """Bytes that this rank holds when all gradients are reduced, before the step, by kind; what the
     plan gives it; the mean that the closed form gives.
 
@@ -258,7 +264,7 @@ def resident(line: Line, shape: Shape) -> dict[str, Any]:
             group.weights.layout.numel - sum(p.piece_numel(group.tp_rank) for p in group.parameters)
             for group in runtime.groups
         )
-        alignment *= shape.widths.compute
+        alignment *= shape.compute
         kept = gathered - alignment
     held = {
         "parameters": found["masters"] + found["leader_copies"] - headers + kept,
@@ -271,11 +277,13 @@ def resident(line: Line, shape: Shape) -> dict[str, Any]:
         "unaccounted": unaccounted,
     }
     mesh = line.mesh
+    replica, shard = divmod(mesh.place, runtime.plan.topology.shards)
+    planned = resident_of_plan(runtime.plan, shape, mesh.tp_rank)
     return {
         "pool": pool_of(line),
         "resident": held,
         "memory": found,
-        "resident_plan": resident_plan(runtime.plan, shape, mesh.place, mesh.tp_rank),
+        "resident_plan": {kind: int(held[replica, shard]) for kind, held in planned.items()},
         "resident_formula": resident_formula(runtime.plan, shape),
     }
 

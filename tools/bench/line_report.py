@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench.formulas import RESIDENT, Key
+from megamuon.ownership.estimate import RESIDENT, Key
 from tools.bench.line_ranks import CLASSES, PHASES
 
 BYTES_WITHIN = 0.01  # of the closed form: traffic
