@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from megamuon.agreement import exchange_plan, exchange_settings
 from megamuon.baselines.fully_sharded_step import ShardedPiece
 from megamuon.matrices import (
     Kind,
@@ -34,8 +35,7 @@ from megamuon.ownership.cost import closed_form_cost
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan
 from megamuon.ownership.settings import Topology
-from megamuon.runtime.agreement import config_texts, exchange_plan, exchange_settings
-from megamuon.runtime.config import RuntimeConfig
+from megamuon.runtime.config import RuntimeConfig, config_texts
 from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.initial import Fill, parameter_seed
 from megamuon.runtime.released import COPY, PLACE, ReleasedWeightError, refuse

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.agreement import gather_objects
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.device_engine import BLOCKS, DeviceEngine
 from megamuon.collectives.device_library import DeviceLibrary
@@ -27,7 +28,7 @@ from megamuon.collectives.operator_settings import (
     aligned,
     operator_configs,
 )
-from megamuon.collectives.operators import Operators, barrier, compare, gather_objects
+from megamuon.collectives.operators import Operators, barrier, compare_settings
 from megamuon.mesh import Mesh
 
 MIB = 1 << 20
@@ -89,7 +90,7 @@ class DeviceFabric:
         self._streams = streams
         self.nodes = Nodes(shards=mesh.shards, size=node_size or mesh.shards)
         self._configs = operator_configs(mesh, self.nodes, settings, rails, groups=BLOCKS)
-        compare(
+        compare_settings(
             {
                 "node size": self.nodes.size,
                 "replicas": mesh.replicas,

@@ -14,6 +14,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from megamuon.agreement import gather_objects
 from megamuon.collectives.base import CollectiveError, Transport, TransportSettings
 from megamuon.collectives.device_fabric import DeviceFabric
 from megamuon.collectives.device_library import (
@@ -26,7 +27,7 @@ from megamuon.collectives.device_streams import CudaStreams, Streams
 from megamuon.collectives.grouped import GroupedTransport
 from megamuon.collectives.host_fabric import HostFabric
 from megamuon.collectives.operator_settings import OperatorGrid
-from megamuon.collectives.operators import Fabric, gather_objects
+from megamuon.collectives.operators import Fabric
 from megamuon.collectives.ready import ReadyTransport
 from megamuon.mesh import Mesh, MeshError, local_world_size
 

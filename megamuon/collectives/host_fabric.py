@@ -24,7 +24,7 @@ from megamuon.collectives.operator_settings import (
     aligned,
     operator_configs,
 )
-from megamuon.collectives.operators import Operators, barrier, compare
+from megamuon.collectives.operators import Operators, barrier, compare_settings
 from megamuon.collectives.symmetric import SymmetricMemory
 from megamuon.mesh import Mesh
 
@@ -58,7 +58,7 @@ class HostFabric:
         self.waits_on_device = False
         self.settings = settings = settings or ReadySettings()
         self.nodes = Nodes(shards=mesh.shards, size=node_size or mesh.shards)
-        compare(
+        compare_settings(
             {
                 "node size": self.nodes.size,
                 "replicas": mesh.replicas,

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.agreement import Difference, compare
 from megamuon.collectives.base import CollectiveError, GatherTable
 from megamuon.collectives.operator_settings import Nodes, ReadySettings
 
@@ -233,25 +234,21 @@ class Ticket:
         return self._operator.done(self._number)
 
 
-def gather_objects(own: Value, group: dist.ProcessGroup | None) -> list[Value]:
-    """Every rank's ``own``, by rank of ``group``; one's own where there is none. A collective."""
-    if group is None:
-        return [own]
-    everyone = [own] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, own, group=group)
-    return everyone
+def compare_settings(
+    settings: Mapping[str, object], group: dist.ProcessGroup | None, what: str
+) -> None:
+    """Raise CollectiveError on all ranks of ``group`` where one has other ``settings`` than rank
+    0.
+    """
 
+    def differ(found: Sequence[Difference]) -> CollectiveError:
+        rank, name, first, value = found[0]
+        return CollectiveError(
+            f"{what}: {name} is {value} on rank {rank} of the group and {first} on its rank 0:"
+            " start all ranks with the same flags"
+        )
 
-def compare(facts: Mapping[str, object], group: dist.ProcessGroup | None, what: str) -> None:
-    """Raise CollectiveError on all ranks of ``group`` where one has other ``facts`` than rank 0."""
-    everyone = gather_objects(dict(facts), group)
-    for rank, theirs in enumerate(everyone):
-        for name, value in theirs.items():
-            if value != everyone[0].get(name):
-                raise CollectiveError(
-                    f"{what}: {name} is {value} on rank {rank} of the group and"
-                    f" {everyone[0].get(name)} on its rank 0: start all ranks with the same flags"
-                )
+    compare(settings, group, differ)
 
 
 def barrier(group: dist.ProcessGroup | None) -> None:

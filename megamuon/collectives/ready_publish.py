@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch.distributed as dist
 
 from megamuon.collectives.leader_copies import LeaderCopies, StaleCopyError, check_rail
-from megamuon.collectives.operators import Fabric, barrier, compare
+from megamuon.collectives.operators import Fabric, barrier, compare_settings
 from megamuon.collectives.traffic import Traffic
 
 
@@ -53,7 +53,7 @@ class ReadyPublisher:
         self._unpublished: set[int] = set()
         places = [copies.place(index) for index in copies.indices]
         # No round before every rank of the rail knows the list, and the same list.
-        compare(
+        compare_settings(
             {
                 self.names[index]: (index, self.owner_replicas[index], *place)
                 for index, place in zip(copies.indices, places, strict=True)

@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.agreement import gather_objects
 from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.host_library import HostLibrary, library
-from megamuon.collectives.operators import gather_objects
 
 FOLDER = Path("/dev/shm")
 NAME = "/megamuon-{nonce}-{namespace}.{pid}-{label}-{rank}"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megamuon.agreement import WorldAgreement
 from megamuon.collectives import (
     Transport,
     TransportSettings,
@@ -29,7 +30,6 @@ from megamuon.mesh import Mesh, new_group
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.update_plan import UpdatePlan, compile_update, matrices_of
 from megamuon.placements import Axis
-from megamuon.runtime.agreement import WorldAgreement
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import Exchange, build_exchange, moves_along, sum_in_order

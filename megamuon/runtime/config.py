@@ -8,7 +8,8 @@ builds an equal configuration; its text takes part in the exchange of the plan's
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -216,3 +217,36 @@ class RuntimeConfig:
     def sent_dtype(self) -> torch.dtype:
         """What gathers and publishes send."""
         return self.gather_dtype or self.compute_dtype
+
+
+# Fields of RuntimeConfig that ranks may differ in, with the reason; all others are compared.
+MAY_DIFFER: Mapping[str, str] = {
+    "ns_cost_file": "a path of this machine; what it says is compared as part of the plan",
+    "ns_cost_cache": "a path of this machine; what it holds is combined over the ranks",
+    "owner_layout": "decides the parameters' layouts, which are compared as such",
+    "unit_threshold": "compared as part of the plan, which names the unit that differs",
+    "merge_experts": "compared as part of the plan, which names the unit that differs",
+    "planner": "compared as part of the plan, which names the setting that differs",
+}
+
+
+def config_texts(config: RuntimeConfig) -> dict[str, str]:
+    """Every setting that all ranks must share, as text by name; those of the optimizers one by
+    one.
+    """
+    texts = {
+        entry.name: _text(getattr(config, entry.name))
+        for entry in fields(config)
+        if entry.name not in MAY_DIFFER and entry.name != "optimizer"
+    }
+    for entry in fields(config.optimizer):
+        value = getattr(config.optimizer, entry.name)
+        parts = fields(value) if is_dataclass(value) else ()
+        texts |= {
+            f"{entry.name}.{part.name}": repr(getattr(value, part.name)) for part in parts
+        } or {entry.name: repr(value)}
+    return texts
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import torch
 
+from megamuon.agreement import exchange_pool
 from megamuon.collectives import CollectiveError, Transport
 from megamuon.collectives.host_library import CODE_VERSION
 from megamuon.collectives.operators import Fabric, PooledGroup
 from megamuon.mesh import MeshError
-from megamuon.runtime.agreement import exchange_pool
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import PoolRecording

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamuon.runtime.agreement import exchange_pool, integers_of_rank_zero
+from megamuon.agreement import exchange_pool, integers_of_rank_zero
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.pool import (

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.agreement import PlanMismatchError
 from megamuon.mesh import Mesh
-from megamuon.runtime.agreement import PlanMismatchError
 
 SHOWN = 3  # tensors named in an error
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

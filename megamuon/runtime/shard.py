@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamuon.agreement import exchange_plan, exchange_settings
 from megamuon.matrices import (
     LogicalParameter,
     Placement,
@@ -29,9 +30,8 @@ from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan, muon_shapes, planned_units
 from megamuon.ownership.settings import Topology
 from megamuon.runtime import hooks
-from megamuon.runtime.agreement import config_texts, exchange_plan, exchange_settings
 from megamuon.runtime.assembly import Grid, build_parts, device_of
-from megamuon.runtime.config import RuntimeConfig
+from megamuon.runtime.config import RuntimeConfig, config_texts
 from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.initial import (

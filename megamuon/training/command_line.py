@@ -1,7 +1,10 @@
-"""The command line of an entry script: parsed, or explained.
+"""The command line of an entry script: parsed, or explained; and the same on all ranks.
 
 Owns what happens to a bad command line: every problem on a line of its own by the first rank of
-a node, exit code 2. Tested by ``tests/training/test_command_line.py``.
+a node, exit code 2. Owns which flags ranks must share, before anything is built from them: all but
+those that only say where a machine keeps something (a path, a name) and the live display; whether
+there is something to load or to save is shared, since ranks do both together. Tested by
+``tests/training/test_command_line.py`` and ``tests/distributed/test_bad_input.py``.
 """
 
 from __future__ import annotations
@@ -11,12 +14,30 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megamuon.arguments import Config, ConfigError, ExtraArgsProvider, ParsedConfig, parse_config
+import torch.distributed as dist
+
+from megamuon.agreement import Difference, compare
+from megamuon.arguments import (
+    Config,
+    ConfigError,
+    ExtraArgsProvider,
+    ParsedConfig,
+    parse_config,
+    specs_by_dest,
+    values_from_config,
+)
 from megamuon.data.blend import parse_blend
 from megamuon.mesh import MeshError, launched_as, local_world_size, mesh_from_environment
 from megamuon.metrics import write_line
 from megamuon.models import PRESETS
+from megamuon.training.failures import TrainingError
 from megamuon.training.source import read_checkpoint_args
+
+# Flags that ranks need not share, or share in part; see ``shared_values``.
+MAY_DIFFER = {"progress", "logging_level"}
+GIVEN_ALIKE = {"load", "save", "pretrained_checkpoint"}  # on all ranks, or on none
+EQUAL_TEXT = {"sample_prompt"}  # its length decides how many forwards the ranks make together
+SHOWN = 5  # differences that the message lists
 
 EXIT_USAGE = 2
 # A launcher ends the other ranks when the first one fails: let local rank 0 speak before that.  A
@@ -77,3 +98,40 @@ def parse_command_line(
             first = str(error).splitlines()[0]
             write_line(f"rank {rank}: error: {first}", sys.stderr)
         raise SystemExit(EXIT_USAGE) from None
+
+
+def shared_values(config: Config) -> dict[str, Any]:
+    """Flags by dest that must be equal on all ranks: all but most free text and the display's.
+
+    Of ``GIVEN_ALIKE`` it holds only whether the flag was given.
+    """
+    shared = {}
+    for dest, value in values_from_config(config).items():
+        spec = specs_by_dest()[dest]
+        is_text = spec.value_type is str and not spec.choices
+        if dest in GIVEN_ALIKE:
+            shared[dest] = "not given" if value is None else "given"
+        elif dest not in MAY_DIFFER and (not is_text or dest in EQUAL_TEXT):
+            shared[dest] = value
+    return shared
+
+
+def check_same_flags(config: Config) -> None:
+    """Raise TrainingError on every rank where a rank's flags differ from rank 0's.
+
+    Collective: one exchange of objects over the default group.
+    """
+
+    def differ(found: Sequence[Difference]) -> TrainingError:
+        problems = [
+            f"{specs_by_dest()[one.name].flag} is {one.first!r} on rank 0 and {one.value!r} on"
+            f" rank {one.rank}"
+            for one in found
+        ]
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        return TrainingError(
+            f"the flags of the ranks differ: {'; '.join(problems[:SHOWN])}{more}."
+            " Start all ranks with the same command line"
+        )
+
+    compare(shared_values(config), dist.group.WORLD, differ)

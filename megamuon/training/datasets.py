@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megamuon.agreement import Difference, compare, gather_objects
 from megamuon.arguments import Config
 from megamuon.data.build import build_train_valid_test
 from megamuon.data.identity import data_identity
@@ -52,16 +53,14 @@ def data_identities(config: Config, tokenizer: Tokenizer, samples: Sequence[int]
 
 
 def _barrier(label: str) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, label)  # objects travel over gloo, also beside NCCL
+    gather_objects(label, dist.group.WORLD)
 
 
 def _compare(label: str, digest: str) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (label, digest))
-    different = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
-    if different:
-        raise TrainingError(
-            f"{label}: ranks {different[:8]} have other contents than rank 0: let all ranks read"
-            " the same files"
+    def differ(found: Sequence[Difference]) -> TrainingError:
+        return TrainingError(
+            f"{label}: ranks {[one.rank for one in found[:8]]} have other contents than rank 0: let"
+            " all ranks read the same files"
         )
+
+    compare({label: digest}, dist.group.WORLD, differ)

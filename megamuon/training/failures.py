@@ -22,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megamuon.agreement import PlanMismatchError
 from megamuon.arguments import ConfigError
 from megamuon.checkpoint import CheckpointError
 from megamuon.collectives import CollectiveError
@@ -33,7 +34,6 @@ from megamuon.models import ModelConfigError
 from megamuon.optim.eigen import FactorError
 from megamuon.ownership import CostError, PlanError
 from megamuon.profiling import ProfilingError
-from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.sharding import ShardingError
 
 EXIT_FAILURE = 1

@@ -36,6 +36,7 @@ from megamuon.training.builders import (
     train_iterations,
 )
 from megamuon.training.checkpointing import RunCheckpoints
+from megamuon.training.command_line import check_same_flags
 from megamuon.training.descriptions import describe_grid, describe_optimizer, describe_plan
 from megamuon.training.exits import ExitWatch
 from megamuon.training.failures import (
@@ -60,7 +61,6 @@ from megamuon.training.ns_dtype import choose_cpu_dtype
 from megamuon.training.outputs import claim_save_directory, run_identity, write_config
 from megamuon.training.progress import Progress
 from megamuon.training.reports import ForwardStep
-from megamuon.training.same_flags import check_same_flags
 from megamuon.training.sharded import ModelProvider, build_runtime
 from megamuon.training.source import (
     Source,

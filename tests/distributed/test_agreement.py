@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megamuon.agreement import PlanMismatchError
 from megamuon.optim import MuonConfig
 from megamuon.ownership.settings import PlannerSettings
 from megamuon.runtime import OptimizerSettings, shard
-from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.measure import CACHE, median_over_ranks
 from tests.support.ranks import run_ranks
 from tests.support.runtime_config import plain_config

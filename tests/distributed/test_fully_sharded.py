@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamuon.agreement import PlanMismatchError
 from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.checkpoint import load, save
 from megamuon.checkpoint.ranks import Ranks
 from megamuon.models.gpt import GPT
 from megamuon.runtime import shard
-from megamuon.runtime.agreement import PlanMismatchError
 from tests.support.fully_sharded import (
     STEPS,
     Setting,

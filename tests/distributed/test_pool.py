@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamuon.agreement import PlanMismatchError
 from megamuon.runtime import Runtime, shard
-from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import PoolRecording
 from tests.support.grids import mesh_of

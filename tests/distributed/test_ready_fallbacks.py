@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megamuon.agreement import PlanMismatchError
 from megamuon.collectives import CollectiveError, symmetric
 from megamuon.collectives.host_library import LibraryMissing, library
 from megamuon.mesh import MeshError
 from megamuon.runtime import Runtime, shard
-from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.pool_opener import PoolOpener
 from tests.support.grids import mesh_of
 from tests.support.ranks import Outcome, run_ranks_outcomes

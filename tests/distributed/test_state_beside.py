@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megamuon.agreement import PlanMismatchError
 from megamuon.baselines.fully_sharded import fully_shard_model
 from megamuon.checkpoint import CheckpointError, load, save
 from megamuon.checkpoint.ranks import Ranks
 from megamuon.runtime import OptimizerSettings, Runtime, shard
-from megamuon.runtime.agreement import PlanMismatchError
 from megamuon.runtime.replicas import ReplicaMismatchError
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks

@@ -15,7 +15,7 @@ PACKAGE = "megamuon"
 # Floors, from the bottom. A module may import its own floor and those below, never one above.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels", "data", "flags", "mesh", "matrices", "placements", "sizes", "console"),
-    ("optim", "ownership", "sharding", "models"),
+    ("optim", "ownership", "agreement", "sharding", "models"),
     ("collectives", "checkpoint"),
     ("runtime",),
     ("arguments", "baselines"),
@@ -43,16 +43,17 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "flags": frozenset(),
     "optim": frozenset({"matrices", "kernels", "flags"}),
     "ownership": frozenset({"matrices", "placements"}),
+    "agreement": frozenset({"ownership"}),
     "sharding": frozenset({"matrices", "placements", "mesh", "kernels"}),
     "models": frozenset({"matrices", "kernels", "data", "sizes"}),
-    "collectives": frozenset({"ownership", "kernels", "mesh", "placements"}),
+    "collectives": frozenset({"agreement", "ownership", "kernels", "mesh", "placements"}),
     "checkpoint": frozenset({"mesh", "placements"}),
     "runtime": frozenset(
-        {"matrices", "placements", "mesh", "kernels", "optim", "ownership"}
+        {"matrices", "placements", "mesh", "kernels", "optim", "ownership", "agreement"}
         | {"collectives", "checkpoint"}
     ),
     "baselines": frozenset(
-        {"matrices", "placements", "mesh", "kernels", "optim", "ownership"}
+        {"matrices", "placements", "mesh", "kernels", "optim", "ownership", "agreement"}
         | {"collectives", "checkpoint", "runtime"}
     ),
     # Choices and flags of what is registered, and the defaults of the rooms' own settings.

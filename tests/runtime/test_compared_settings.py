@@ -10,7 +10,7 @@ import torch
 
 from megamuon.optim import SoapConfig
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
-from megamuon.runtime.agreement import MAY_DIFFER, config_texts
+from megamuon.runtime.config import MAY_DIFFER, config_texts
 
 # Another legal value of each field; those that are not here are listed as exempt.
 OTHERS: dict[str, Any] = {
