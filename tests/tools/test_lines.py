@@ -28,7 +28,7 @@ from megamuon.ownership.estimate import (
 from tools.bench import lines
 from tools.bench.blocked import Blocked
 from tools.bench.common import run_bench_ranks
-from tools.bench.line_ranks import PHASES, Schedule, work
+from tools.bench.line_ranks import PHASES, Schedule, by_name, work
 from tools.bench.line_report import breaches, chart, figures, over_line
 from tools.bench.wire import count_bytes
 from tools.reference_training import model_config
@@ -381,6 +381,17 @@ def test_a_breach_is_printed_and_decides_the_exit_status(
     ranks[0]["B"]["sent"]["matrix_gather", "inside_rows"] *= 2
     assert lines.main(COMMON) == 1
     assert "BREACH line B: matrix_gather inside_rows sends 1." in capsys.readouterr().out
+
+
+def test_line_c_stands_beside_itself_with_adamw() -> None:
+    parser = lines.build_parser()
+    options = parser.parse_args([*COMMON, "--against", "adamw"])
+    cases, _ = lines.cases_of(options, ["A", "C"])
+    named = by_name(cases)
+    assert list(named) == ["A", "C", lines.ADAMW]
+    assert named[lines.ADAMW].training.optimizer == "adam" != named["C"].training.optimizer
+    with pytest.raises(ValueError, match="needs lines A and C"):
+        lines.cases_of(options, ["C"])
 
 
 def test_lines_that_do_not_apply_say_why() -> None:

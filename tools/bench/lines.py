@@ -24,7 +24,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ import torch  # noqa: E402
 from megamuon.console import run_script  # noqa: E402
 from megamuon.models import PRESETS  # noqa: E402
 from tools.bench.common import run_bench_ranks, warn_if_busy  # noqa: E402
-from tools.bench.line_ranks import Schedule, work  # noqa: E402
+from tools.bench.line_ranks import Schedule, by_name, work  # noqa: E402
 from tools.bench.line_report import (  # noqa: E402
+    Ranks,
     breaches,
     chart,
+    farthest,
     figures,
     over_line,
     plotting,
@@ -51,6 +54,7 @@ from tools.reference_training import Training  # noqa: E402
 from tools.sharded_training import LINES, Case, not_applicable  # noqa: E402
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADAMW = "C adamw"  # what ``by_name`` calls line C with AdamW beside line C
 TIMEOUT = 3600.0  # seconds of the whole run
 
 
@@ -76,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_case_flags(parser)
     add = parser.add_argument
     add("--lines", default=",".join(LINES), help="which lines, by commas")
+    add("--against", choices=("adamw",), help="line C once more with AdamW: what Muon costs a step")
     add("--rounds", type=int, default=9, help="turns of every line")
     add("--steps", type=int, default=1, help="recorded steps of a turn")
     add("--png", type=Path, help="write the stacked bars there (needs matplotlib)")
@@ -121,9 +126,38 @@ def cases_of(
             reasons[name] = reason
         else:
             cases.append(case)
+    if getattr(options, "against", None) is not None:
+        cases += _against(options, cases)
     if not cases:
         raise ValueError(f"nothing to run: {'; '.join(reasons.values())}")
     return cases, reasons
+
+
+def _against(options: argparse.Namespace, cases: Sequence[Case]) -> list[Case]:
+    """Line C once more, with AdamW."""
+    if options.optimizer != "muon" or not {"A", "C"} <= {case.line for case in cases}:
+        raise ValueError("--against adamw sets Muon on line C beside AdamW: it needs lines A and C")
+    return [
+        replace(case, training=replace(case.training, optimizer="adam"))
+        for case in cases
+        if case.line == "C"
+    ]
+
+
+def _against_figures(measured: Mapping[str, Ranks], lines: dict[str, Any]) -> dict[str, Any]:
+    """Muon's whole step over AdamW's on line C, both over FSDP2's; the ratios of resident bytes
+    that are farthest from 1, over all lines.
+    """
+    over_adamw, over_fsdp2 = (over_line(measured, base, "step") for base in (ADAMW, "A"))
+    return {
+        "step_ratio_muon_vs_adamw": over_adamw["C"],
+        "step_ratio_vs_fsdp2_adamw": over_fsdp2["C"],
+        "step_ratio_adamw_vs_fsdp2_adamw": over_fsdp2[ADAMW],
+        **{
+            key: farthest(found[key] for found in lines.values())
+            for key in ("resident_bytes_over_formula", "resident_bytes_over_plan")
+        },
+    }
 
 
 def _replicas(options: argparse.Namespace, places: int) -> int:
@@ -144,7 +178,7 @@ def document_of(
     ranks: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The whole result."""
-    measured = {case.line: [rank[case.line] for rank in ranks] for case in cases}
+    measured = {name: [rank[name] for rank in ranks] for name in by_name(cases)}
     lines = {line: figures(of_ranks) for line, of_ranks in measured.items()}
     wrong = [text for line, found in lines.items() for text in breaches(line, found)]
     kept = ("model", "ranks", "sharding", "zero_stage", "tp", "optimizer", "dtype", "reduce_dtype")
@@ -159,6 +193,7 @@ def document_of(
         "step_over_line_c": over_line(measured, "C", "step"),
         "step_over_line_a": over_line(measured, "A", "step"),
         "optimizer_over_line_c": over_line(measured, "C", "optimizer_with_waits"),
+        **(_against_figures(measured, lines) if ADAMW in measured else {}),
         "breaches": wrong,
         "passed": not wrong,
     }
@@ -180,6 +215,11 @@ def print_document(document: dict[str, Any]) -> None:
         text = ", ".join(f"{line} {ratio:.3f}" for line, ratio in ratios if line != base)
         if text:
             print(f"{name} time over line {base}'s: {text}")
+    if "step_ratio_muon_vs_adamw" in document:
+        print(
+            f"step of Muon over AdamW's on line C: {document['step_ratio_muon_vs_adamw']:.3f}, over"
+            f" FSDP2's: {document['step_ratio_vs_fsdp2_adamw']:.3f}"
+        )
     for text in document["breaches"]:
         print(f"BREACH {text}")
 
