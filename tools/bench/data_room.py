@@ -278,7 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
             f"{name:12} {part['seconds']:10.4f} s, reference {part['reference_seconds']:10.4f} s, "
             f"ratio {part['ratio']:.2f}"
         )
-    document = {"options": vars(options), "machine": machine_facts()} | figures
+    given = {name: value for name, value in vars(options).items() if name != "json"}
+    document = {"options": given, "machine": machine_facts()} | figures
     write_json(options.json, __file__, document)
     return 0
 
