@@ -173,7 +173,7 @@ class ForwardPass(abc.ABC):
             return
         stays = self.zero_stage < 3 and (self._in_forward or torch.is_grad_enabled())
         if stays or group.index in self.kept:
-            group.entered = group.entered and not (returns or group.unread)
+            group.entered = group.entered and not returns
         else:
             group.release_weights()
 

@@ -29,6 +29,16 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type
 UNUSED, UNREAD, READ = 0, 1, 2  # the largest that any rank says counts
 
 
+def may_pass_gradients(output: object) -> bool:
+    """Whether a tensor in ``output`` requires a gradient, or may: what cannot be looked into may
+    hide one.
+    """
+    return any(
+        leaf.requires_grad if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN)
+        for leaf in tree_leaves(output)
+    )
+
+
 class FrozenUses:
     """What the uses of one group in forward passes with gradients have shown so far."""
 
@@ -38,11 +48,7 @@ class FrozenUses:
 
     def saw(self, output: object) -> None:
         """A module of the group has returned ``output``."""
-        for leaf in tree_leaves(output):
-            # What cannot be looked into may hide a tensor.
-            if leaf.requires_grad if isinstance(leaf, Tensor) else not isinstance(leaf, _PLAIN):
-                self._shown = READ
-        self._shown = max(self._shown, UNREAD)
+        self._shown = max(self._shown, READ if may_pass_gradients(output) else UNREAD)
         # Inside of activation checkpointing; what that saves for a recomputation holds its hook.
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None:

@@ -20,6 +20,7 @@ from megamuon.collectives import CollectiveError
 from megamuon.kernels.linear import SLOT, GradientSlot, linear
 from megamuon.matrices import Kind, declared_kind
 from megamuon.runtime.engine import Engine, backward_running
+from megamuon.runtime.frozen import may_pass_gradients
 from megamuon.runtime.layer_group import LayerGroup, Use
 from megamuon.runtime.released import Guard
 
@@ -93,7 +94,10 @@ def attach_group(engine: Engine, group: LayerGroup, modules: Iterable[nn.Module]
         outputs: list[Tensor] = []
         if torch.is_grad_enabled() and not backward_running():
             outputs = _gradient_tensors(output)
-        engine.leave(group, returns=bool(outputs) or not torch.is_grad_enabled())
+        returns = bool(outputs) or not torch.is_grad_enabled()
+        # Where nothing trains and no gradient will come, nobody reads the weights again.
+        returns = returns or not (group.trainable or may_pass_gradients(output))
+        engine.leave(group, returns=returns)
         if group.frozen_uses and torch.is_grad_enabled() and not backward_running():
             group.frozen_uses.saw(output)
         use, latest[0] = latest[0], None
