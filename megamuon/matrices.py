@@ -13,11 +13,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 from torch import nn
+
+from megamuon.placements import (
+    DATA_AXES,
+    Axis,
+    AxisPlacement,
+    Owned,
+    Partial,
+    Piece,
+    Placed,
+    Placement,
+    Replicate,
+    Shard,
+    tp_piece,
+)
 
 
 class Kind(StrEnum):
@@ -49,48 +63,24 @@ class Route(StrEnum):
         return cls.MATRIX if value == "muon" else None
 
 
-class Layout(StrEnum):
-    """Where a parameter's elements live (the segment table of the ownership plan)."""
-
-    OWNER = "owner"  # one segment, on its owner
-    EVEN = "even"  # one slice of dim 0 per shard rank
-
-
 class RoutingError(ValueError):
     """A parameter has no declared kind, or a route that its shape does not allow."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """How tensor parallelism cuts a parameter: piece t is ``bounds[t]..bounds[t + 1]`` of a dim."""
-
-    dim: int
-    bounds: tuple[int, ...]  # one more than there are tp ranks, from 0 to the whole size of the dim
-
-    def __post_init__(self) -> None:
-        rising = all(a <= b for a, b in zip(self.bounds, self.bounds[1:], strict=False))
-        if len(self.bounds) < 2 or self.bounds[0] != 0 or not rising:
-            raise ValueError(f"bounds of a cut must rise from 0, got {self.bounds}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where tensor parallelism puts one parameter, as ``megamuon/sharding`` says it."""
-
-    shape: tuple[int, ...]  # the whole parameter's
-    cut: Cut | None = None  # None: every tp rank holds the whole
-    partial: bool = False  # replicated, but each tp rank's gradient is a part of the sum
-
-
-@dataclass(frozen=True, kw_only=True)
 class LogicalParameter:
-    """One whole parameter of the model, whatever the sharding."""
+    """One whole parameter of the model, and how it lies on the axes of the mesh.
+
+    ``Owned()`` without an index is for the planner to choose.
+    """
 
     name: str  # canonical name: the first one under which the module tree reaches it
     shape: tuple[int, ...]  # logical (whole) shape
     kind: Kind
     route: Route
-    layout: Layout
+    storage: Placement  # of master, reduced gradient and optimizer state
+    update: Placement  # of what is worked on: the whole, for a matrix optimizer
+    gradient: Placement  # of what a backward pass leaves, before it is reduced
     reason: str  # one line for the routing report
     layer: str = ""  # module path of its layer group; "" for what lies outside every layer
     expert: bool = False  # one matrix of a mixture of experts: never merged into a unit
@@ -98,36 +88,65 @@ class LogicalParameter:
     fusion: str = (
         ""  # parameters with the same non-empty key lie back to back in the compute buffer
     )
-    cut: Cut | None = None  # along the tp axis; None: whole on every tp rank
-    tp_partial: bool = False  # whole on every tp rank, gradients to be summed over them
 
     @property
     def numel(self) -> int:
         """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def compute(self) -> Placement:
+        """What its module reads: whole but for what tensor parallelism cuts."""
+        return Placement(tuple(pair for pair in self.storage.axes if pair[0] not in DATA_AXES))
+
+    @property
+    def owned(self) -> bool:
+        """Whether it lies whole on one rank of the shard axis, not in slices on all of them."""
+        return isinstance(self.storage.on(Axis.SHARD), Owned)
+
+    def piece(self, tp_rank: int) -> Piece:
+        """What a tp rank has of it: the whole where nothing is cut."""
+        return tp_piece(self.shape, self.storage, tp_rank)
+
     def piece_shape(self, tp_rank: int) -> tuple[int, ...]:
-        """Shape of what a tp rank holds: the whole shape where nothing is cut."""
-        if self.cut is None:
-            return self.shape
-        size = self.cut.bounds[tp_rank + 1] - self.cut.bounds[tp_rank]
-        return (*self.shape[: self.cut.dim], size, *self.shape[self.cut.dim + 1 :])
+        """Shape of what a tp rank has."""
+        return self.piece(tp_rank).shape
 
     def piece_numel(self, tp_rank: int) -> int:
-        """Number of elements that a tp rank holds."""
-        return math.prod(self.piece_shape(tp_rank))
-
-    def piece_offset(self, tp_rank: int) -> tuple[int, ...]:
-        """Where a tp rank's piece starts in the whole."""
-        start = [0] * len(self.shape)
-        if self.cut is not None:
-            start[self.cut.dim] = self.cut.bounds[tp_rank]
-        return tuple(start)
+        """Number of elements that a tp rank has."""
+        return self.piece(tp_rank).numel
 
     @property
     def trainable(self) -> bool:
         """Whether it takes part in the backward pass."""
         return self.route is not Route.FROZEN
+
+
+def placements_for(route: Route, placed: Placed, *, owned: bool) -> dict[str, Placement]:
+    """``storage``, ``update`` and ``gradient`` of a parameter that the planner has not seen yet.
+
+    An ``owned`` one lies whole on one rank of all replicas and shards; the others are cut along
+    dim 0 over the shards of each replica. A matrix optimizer works on the whole of an owned matrix
+    where it lies, or on one of the tp ranks that have pieces of it; of slices, on every rank that
+    has one (``--matrix-update gather``). Everything else is updated where it is stored.
+    """
+    data: dict[Axis, AxisPlacement] = {Axis.SHARD: Shard(0)}
+    if owned:
+        data = {axis: Owned() for axis in DATA_AXES}
+    storage = update = Placement.of({**dict(placed.compute.axes), **data})
+    if route is Route.MATRIX and not owned:
+        update = update.replaced(Axis.SHARD, Replicate()).replaced(Axis.TP, Replicate())
+    elif route is Route.MATRIX and placed.compute.on(Axis.TP) != Replicate():
+        update = update.replaced(Axis.TP, Owned())
+    partial: dict[Axis, AxisPlacement] = dict.fromkeys(DATA_AXES, Partial())
+    gradient = Placement.of({**dict(placed.gradient.axes), **partial})
+    return {"storage": storage, "update": update, "gradient": gradient}
+
+
+def placed_anew(parameter: LogicalParameter, *, route: Route, owned: bool) -> LogicalParameter:
+    """The same parameter on another route, or owned instead of in slices, or the other way."""
+    placed = Placed(shape=parameter.shape, compute=parameter.compute, gradient=parameter.gradient)
+    return replace(parameter, route=route, **placements_for(route, placed, owned=owned))
 
 
 # What the modules of torch declare.  Our own layers set ``logical_kinds`` on the class or on the
@@ -240,11 +259,12 @@ def _matrix_problem(name: str, parameter: torch.Tensor, whole: bool) -> str | No
     return None
 
 
-def _layout(target: Route, kind: Kind, ndim: int, owner_layout: bool) -> Layout:
+def _in_slices(target: Route, kind: Kind, ndim: int, owner_layout: bool) -> bool:
+    """Whether the shard ranks have slices of it, and no rank the whole."""
     sliced = target is Route.ADAMW_SHARDED or (
         target is Route.FROZEN and kind in (Kind.EMBEDDING, Kind.HEAD)
     )
-    return Layout.EVEN if (sliced or not owner_layout) and ndim > 0 else Layout.OWNER
+    return (sliced or not owner_layout) and ndim > 0
 
 
 def collect(
@@ -255,7 +275,7 @@ def collect(
     matrices_to: Route = Route.MATRIX,
     owner_layout: bool = True,
     gathered_update: bool = False,
-    placements: Mapping[str, Placement] | None = None,
+    placements: Mapping[str, Placed] | None = None,
 ) -> tuple[LogicalParameter, ...]:
     """All logical parameters of ``model`` in registration order, each with its route.
 
@@ -297,21 +317,20 @@ def collect(
             problems.append(problem)
             continue
         seen[id(parameter)] = len(found)
-        placed = (placements or {}).get(name) or Placement(shape=tuple(parameter.shape))
+        placed = (placements or {}).get(name) or Placed(shape=tuple(parameter.shape))
+        sliced = _in_slices(target, kind, parameter.ndim, owner_layout)
         found.append(
             {
                 "name": name,
                 "shape": placed.shape,
                 "kind": kind,
                 "route": target,
-                "layout": _layout(target, kind, parameter.ndim, owner_layout),
+                **placements_for(target, placed, owned=not sliced),
                 "reason": reason,
                 "layer": next((p for p in paths if name.startswith(p + ".")), ""),
                 "expert": bool(getattr(module, "is_expert", False)),
                 "aliases": (),
                 "fusion": fusion.get(id(parameter), ""),
-                "cut": placed.cut,
-                "tp_partial": placed.partial,
             }
         )
     if problems:

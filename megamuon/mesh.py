@@ -195,6 +195,16 @@ class Mesh(MeshShape):
         return self.tp_rank == 0 and self.index_of(Axis.CP, self.rank) == 0
 
     @property
+    def sizes(self) -> dict[Axis, int]:
+        """Ranks on each axis."""
+        return {Axis.REPLICATE: self.replicas, Axis.SHARD: self.shards, Axis.TP: self.tp}
+
+    @property
+    def coordinates(self) -> dict[Axis, int]:
+        """This rank's coordinate on each axis."""
+        return {Axis.REPLICATE: self.replica, Axis.SHARD: self.shard, Axis.TP: self.tp_rank}
+
+    @property
     def is_last(self) -> bool:
         """Whether this rank prints log lines and holds the writers."""
         return self.rank == self.world_size - 1

@@ -27,6 +27,9 @@ class Axis(StrEnum):
     TP = "tp"  # tensor parallelism, innermost
 
 
+DATA_AXES = (Axis.REPLICATE, Axis.SHARD)  # along which ranks see other samples
+
+
 @dataclass(frozen=True)
 class Replicate:
     """Every rank of the axis has all of it."""
@@ -117,6 +120,16 @@ class Placement:
         return Placement.of({**dict(self.axes), axis: placement})
 
 
+_ORDER = tuple(Axis)
+
+
+def _ordered(
+    axes: Iterable[tuple[Axis, AxisPlacement]],
+) -> tuple[tuple[Axis, AxisPlacement], ...]:
+    kept = {axis: p for axis, p in axes if not isinstance(p, Replicate)}
+    return tuple((axis, kept[axis]) for axis in _ORDER if axis in kept)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of a tensor: what one rank has of it."""
@@ -132,9 +145,8 @@ class Piece:
     @property
     def slices(self) -> tuple[slice, ...]:
         """What to index the whole tensor with to get a view of the piece."""
-        return tuple(
-            slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True)
-        )
+        bounds = zip(self.offset, self.shape, strict=True)
+        return tuple(slice(start, start + size) for start, size in bounds)
 
 
 def piece_of(
@@ -165,9 +177,30 @@ def piece_of(
     return Piece(tuple(offset), tuple(extents)) if owned else None
 
 
-def _ordered(
-    axes: Iterable[tuple[Axis, AxisPlacement]],
-) -> tuple[tuple[Axis, AxisPlacement], ...]:
-    order = list(Axis)
-    kept = {axis: p for axis, p in axes if not isinstance(p, Replicate)}
-    return tuple(sorted(kept.items(), key=lambda pair: order.index(pair[0])))
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A parameter as model parallelism leaves it: what ``megamuon.sharding`` says of it."""
+
+    shape: tuple[int, ...]  # the whole parameter's
+    compute: Placement = Placement()  # what its module reads
+    gradient: Placement = Placement()  # as ``compute``, but partial where each rank has a summand
+
+    def piece(self, tp_rank: int) -> Piece:
+        """What a tp rank has of it."""
+        return tp_piece(self.shape, self.compute, tp_rank)
+
+
+def tp_piece(shape: tuple[int, ...], placement: Placement, tp_rank: int) -> Piece:
+    """What tensor parallelism leaves a tp rank of a tensor: the whole where nothing is cut.
+
+    Raises ValueError where a cut says no bounds, so that its number of ranks is not known.
+    """
+    on_tp = placement.on(Axis.TP)
+    if not isinstance(on_tp, Shard):
+        return Piece((0,) * len(shape), shape)
+    if on_tp.bounds is None:
+        raise ValueError("a cut of tensor parallelism must say its bounds")
+    only = Placement.of({Axis.TP: on_tp})
+    piece = piece_of(shape, only, {Axis.TP: len(on_tp.bounds) - 1}, {Axis.TP: tp_rank})
+    assert piece is not None  # a shard is on every rank
+    return piece

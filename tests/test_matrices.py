@@ -8,7 +8,6 @@ from torch import nn
 
 from megamuon.matrices import (
     Kind,
-    Layout,
     LogicalParameter,
     Route,
     RoutingError,
@@ -65,7 +64,7 @@ def test_routes_of_a_small_model() -> None:
         "layers.0.norm.bias": Route.ADAMW_OWNER,
         "head.weight": Route.ADAMW_SHARDED,
     }
-    even = {name for name, p in found.items() if p.layout is Layout.EVEN}
+    even = {name for name, p in found.items() if not p.owned}
     assert even == {"embed.weight", "head.weight"}
     assert found["head.weight"].kind is Kind.HEAD
 
@@ -167,22 +166,22 @@ def test_frozen_parameters_keep_their_layout_and_ignore_the_route_function() -> 
     found = by_name(model, route=lambda name, parameter, module: Route.ADAMW_OWNER)
     assert {p.route for p in found.values()} == {Route.FROZEN}
     assert not any(p.trainable for p in found.values())
-    assert found["embed.weight"].layout is Layout.EVEN
-    assert found["layers.0.q_proj.weight"].layout is Layout.OWNER
+    assert not found["embed.weight"].owned
+    assert found["layers.0.q_proj.weight"].owned
 
 
 def test_adamw_for_everything_and_even_layout() -> None:
     found = by_name(Model(), matrices_to=Route.ADAMW_OWNER, owner_layout=False)
     assert found["layers.0.q_proj.weight"].route is Route.ADAMW_OWNER
     assert "AdamW" in found["layers.0.q_proj.weight"].reason
-    assert {p.layout for p in found.values()} == {Layout.EVEN}
+    assert {p.owned for p in found.values()} == {False}
 
 
 def test_a_scalar_stays_on_an_owner() -> None:
     model = nn.Module()
     model.scale = nn.Parameter(torch.tensor(1.0))
     (scale,) = collect(model, layers=(), owner_layout=False)
-    assert (scale.layout, scale.numel, scale.kind) == (Layout.OWNER, 1, Kind.VECTOR)
+    assert (scale.owned, scale.numel, scale.kind) == (True, 1, Kind.VECTOR)
 
 
 def test_expert_flag_comes_from_the_module() -> None:

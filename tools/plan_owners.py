@@ -23,9 +23,9 @@ import torch  # noqa: E402
 
 from megamuon.console import run_script  # noqa: E402
 from megamuon.matrices import (  # noqa: E402
-    Layout,
     LogicalParameter,
     Route,
+    placed_anew,
     routing_report,
 )
 from megamuon.models import PRESETS  # noqa: E402
@@ -57,6 +57,7 @@ from megamuon.ownership.describe import (  # noqa: E402
     plan_figures,
 )
 from megamuon.ownership.inventory import routers_as_matrices  # noqa: E402
+from megamuon.ownership.owners import tp_owners  # noqa: E402
 from megamuon.ownership.update_plan import update_moves  # noqa: E402
 from megamuon.runtime.config import OptimizerSettings  # noqa: E402
 from megamuon.runtime.measure import planned_cost  # noqa: E402
@@ -299,7 +300,9 @@ def chosen_parameters(options: argparse.Namespace) -> tuple[LogicalParameter, ..
             for p in parameters
         )
     if options.param_layout == "even":
-        parameters = tuple(replace(p, layout=Layout.EVEN) if p.shape else p for p in parameters)
+        parameters = tuple(
+            placed_anew(p, route=p.route, owned=False) if p.shape else p for p in parameters
+        )
     return parameters
 
 
@@ -376,13 +379,14 @@ def run(options: argparse.Namespace) -> None:
     figures = plan_figures(report, fanouts, resources, seconds)
     if options.tp > 1:
         times = tp_rank_times(plan, cost_for(options, parameters))
+        on_tp = tp_owners(plan.parameters)
         figures["tp"] = {
-            "owners": dict(plan.tp_owners),
+            "owners": on_tp,
             "slowest_rank_ns_ms": float(times.max()),
             "slowest_over_mean_ns": float(times.max() / times.mean()) if times.any() else 0.0,
         }
         print(
-            f"tensor parallelism: {len(plan.tp_owners)} matrices cut, slowest rank"
+            f"tensor parallelism: {len(on_tp)} matrices cut, slowest rank"
             f" {times.max():.3f} ms, over mean {figures['tp']['slowest_over_mean_ns']:.4f}"
         )
     if options.moves:

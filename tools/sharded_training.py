@@ -22,15 +22,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megamuon.baselines.fully_sharded import fully_shard_model
-from megamuon.matrices import Placement
 from megamuon.mesh import Mesh, MeshShape, new_group
 from megamuon.models import GPT, PRESETS
 from megamuon.optim import AdamWConfig
 from megamuon.ownership import PlannerSettings
 from megamuon.ownership.units import UNIT_THRESHOLD
+from megamuon.placements import Placed
 from megamuon.runtime import OptimizerSettings, RuntimeConfig, shard
 from megamuon.sharding import ShardingError, apply_sharding, plan_sharding
 from tools.reference_training import Result, Training, batch_of, model_config, place_of
@@ -176,7 +175,7 @@ def _cut_problem(model: str, tp: int) -> str | None:
 # --- a rank --------------------------------------------------------------------------------------
 
 
-def build(case: Case, mesh: Mesh, **settings: Any) -> tuple[Any, Mapping[str, Placement] | None]:
+def build(case: Case, mesh: Mesh, **settings: Any) -> tuple[Any, Mapping[str, Placed] | None]:
     """The case's runtime (its model is ``.model``), and the placements of tensor parallelism.
     ``settings`` go before the case's own.
     """
@@ -306,7 +305,7 @@ class Difference:
 
 
 def compare(
-    ours: Result, theirs: Result, placements: Mapping[str, Placement] | None, tp_rank: int
+    ours: Result, theirs: Result, placements: Mapping[str, Placed] | None, tp_rank: int
 ) -> Difference:
     """``ours`` of one rank against the reference.  ValueError where they do not have the same
     steps and parameters.
@@ -319,7 +318,7 @@ def compare(
     for name, whole in theirs[2].items():
         mine = ours[2][name]
         if mine.shape != whole.shape and placements is not None:
-            whole = _piece(whole, placements[name], tp_rank)
+            whole = whole[placements[name].piece(tp_rank).slices]
         difference = _largest([float((mine - whole).abs().max())])
         if not where or difference > worst:
             worst, where = difference, name
@@ -328,14 +327,6 @@ def compare(
 
 def _largest(values: Any) -> float:
     return max((value if math.isfinite(value) else math.inf for value in values), default=0.0)
-
-
-def _piece(whole: Tensor, placement: Placement, tp_rank: int) -> Tensor:
-    cut = placement.cut
-    if cut is None:
-        return whole
-    start, stop = cut.bounds[tp_rank : tp_rank + 2]
-    return whole.narrow(cut.dim, start, stop - start)
 
 
 def run_cases(

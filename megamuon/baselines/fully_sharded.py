@@ -32,9 +32,8 @@ from megamuon.baselines.fully_sharded_runtime import FullyShardedRuntime
 from megamuon.baselines.fully_sharded_step import FullyShardedStep
 from megamuon.baselines.fully_sharded_traffic import count_traffic
 from megamuon.collectives.traffic import Traffic
-from megamuon.matrices import Placement
 from megamuon.mesh import Mesh
-from megamuon.placements import Axis
+from megamuon.placements import Axis, Placed
 from megamuon.runtime.assembly import device_of
 from megamuon.runtime.config import OptimizerSettings, RuntimeConfig
 from megamuon.runtime.exchange import build_exchange, moves_along
@@ -48,7 +47,7 @@ def fully_shard_model(
     layers: Sequence[type[nn.Module]],
     config: RuntimeConfig,
     mesh: Mesh | None = None,
-    placements: Mapping[str, Placement] | None = None,
+    placements: Mapping[str, Placed] | None = None,
     initial: Fill | None = None,
     device: torch.device | None = None,
 ) -> FullyShardedRuntime:
@@ -86,7 +85,7 @@ def _build(
     layers: Sequence[type[nn.Module]],
     config: RuntimeConfig,
     mesh: Mesh,
-    placements: Mapping[str, Placement] | None,
+    placements: Mapping[str, Placed] | None,
     initial: Fill | None,
     owns_process_group: bool,
 ) -> FullyShardedRuntime:

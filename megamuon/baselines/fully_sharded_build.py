@@ -25,18 +25,18 @@ from megamuon.baselines.fully_sharded_step import ShardedPiece
 from megamuon.matrices import (
     Kind,
     LogicalParameter,
-    Placement,
     Route,
     collect,
     layer_paths,
 )
 from megamuon.mesh import Mesh
 from megamuon.ownership.cost import closed_form_cost
+from megamuon.ownership.holdings import speaks
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan
 from megamuon.ownership.settings import Topology
+from megamuon.placements import Placed
 from megamuon.runtime.config import RuntimeConfig, config_texts
-from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.initial import Fill, parameter_seed
 from megamuon.runtime.released import COPY, PLACE, ReleasedWeightError, refuse
 
@@ -50,7 +50,7 @@ def plan_of(
     layers: Sequence[type[nn.Module]],
     config: RuntimeConfig,
     mesh: Mesh,
-    placements: Mapping[str, Placement] | None,
+    placements: Mapping[str, Placed] | None,
 ) -> OwnershipPlan:
     """Every parameter in even slices of dim 0, which is FSDP2's ``Shard(0)``.
 
@@ -109,7 +109,7 @@ def pieces_of(
                 tensor=tensors[parameter.name],
                 first_row=min(mesh.shard * share, rows),
                 tp_rank=mesh.tp_rank,
-                counts=mesh.replica == 0 and (parameter.cut is not None or mesh.tp_rank == 0),
+                counts=speaks(parameter.storage, mesh.coordinates),
             )
         )
     return tuple(pieces)
@@ -273,7 +273,7 @@ def _fill(
         whole = torch.empty(parameter.shape, dtype=config.master_dtype)
         seed = parameter_seed(config.seed, parameter.name)
         initial(parameter.name, whole, torch.Generator().manual_seed(seed))
-        piece = cut_piece(whole, parameter, mesh.tp_rank)
+        piece = whole[parameter.piece(mesh.tp_rank).slices]
     else:
         piece = old.detach()
     value = piece.to(mesh.device, config.master_dtype).contiguous()

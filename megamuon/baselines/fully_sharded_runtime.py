@@ -24,6 +24,7 @@ from megamuon.checkpoint.tensors import StoredTensor
 from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import routing_report
 from megamuon.mesh import Mesh
+from megamuon.ownership.holdings import EVERYBODY, writers
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.exchange import Exchange
@@ -174,20 +175,21 @@ class FullyShardedRuntime(TrainableRuntime):
         if buffers:
             speaks = self.mesh.rank == 0
             found.extend(self.buffers.stored(everywhere=everywhere, speaks=speaks))
-        replica, replicas = (0, 1) if everywhere else (self.mesh.replica, self.mesh.replicas)
+        sizes, place = self.mesh.sizes, self.mesh.coordinates
         for piece in self._step.pieces:
-            name, cut = piece.parameter.name, piece.parameter.cut is not None
-            if not piece.master.numel() or not (cut or piece.tp_rank == 0 or everywhere):
+            name, storage = piece.parameter.name, piece.parameter.storage
+            share = EVERYBODY if everywhere else writers(storage, sizes, place)
+            if not piece.master.numel() or share is None:
                 continue
             pieces = [piece.stored(name, piece.master)]
-            first = everywhere or (piece.first_row == 0 and replica == 0 and piece.tp_rank == 0)
+            first = everywhere or not (any(pieces[0].offset) or share.index)
             for key, tensor in (self._step.state.get(name, {}) if optimizer else {}).items():
                 stored = f"{OPTIMIZER_PREFIX}{key}.{name}"
                 if tensor.ndim:
                     pieces.append(piece.stored(stored, tensor))
                 elif first:
                     found.append(StoredTensor(name=stored, shape=(), offset=(), data=tensor))
-            shares = (piece.share(replica, replicas) for piece in pieces)
+            shares = (piece.share(*share) for piece in pieces)
             found.extend(share for share in shares if share is not None)
         return found
 

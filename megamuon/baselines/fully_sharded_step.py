@@ -21,6 +21,7 @@ from megamuon.collectives.traffic import Traffic
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.optim.optimizer import Item, OwnerOptimizer
+from megamuon.ownership.holdings import summed_over_tp
 from megamuon.runtime.config import OptimizerSettings
 from megamuon.runtime.exchange import sum_in_order
 from megamuon.runtime.step_parts import (
@@ -60,7 +61,7 @@ class ShardedPiece:
 
     def stored(self, name: str, data: Tensor) -> StoredTensor:
         """``data``, of the shape of the rows, as a piece of the whole tensor called ``name``."""
-        first, *rest = self.parameter.piece_offset(self.tp_rank)
+        first, *rest = self.parameter.piece(self.tp_rank).offset
         return StoredTensor(
             name=name,
             shape=self.parameter.shape,
@@ -129,7 +130,8 @@ class FullyShardedStep:
 
     def _sum_partial(self, gradients: Gradients) -> None:
         """Sum over tensor-parallel ranks what each of them has a part of."""
-        partial = [p for p in self.trainable if p.parameter.tp_partial]
+        summed = {p.name for p in summed_over_tp(p.parameter for p in self.trainable)}
+        partial = [p for p in self.trainable if p.parameter.name in summed]
         if self.tp_group is None or not partial:
             return
         # Untouched ones as zeros, so that all ranks send equally much.

@@ -55,11 +55,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership.groups import GroupKey, group_of
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.update_plan import update_moves
-from megamuon.placements import Axis
+from megamuon.placements import Axis, Owned
 
 SHARD, REPLICATE = "shard", "replicate"
 RESIDENT = ("parameters", "gradients", "optimizer_state")
@@ -128,10 +128,10 @@ def block_fanouts(plan: OwnershipPlan) -> tuple[BlockFanout, ...]:
     shards = plan.topology.shards
     held: dict[str, np.ndarray] = {}
     for parameter in plan.parameters:
-        if parameter.layout is Layout.OWNER:
+        if parameter.name in plan.homes:
             block = held.setdefault(parameter.layer, np.zeros(shards, dtype=np.int64))
-            shard = plan.topology.shard_of(plan.owner_of(parameter.name))
-            block[shard] += parameter.piece_numel(0) * plan.settings.bytes_per_element
+            home = plan.homes[parameter.name]
+            block[home.shard] += parameter.piece_numel(0) * plan.settings.bytes_per_element
     return tuple(
         BlockFanout(
             block=name,
@@ -173,10 +173,9 @@ def _groups(plan: OwnershipPlan, tp_rank: int = 0, *, padded: bool = False) -> l
             blank = [np.zeros((grid.replicas, grid.shards), dtype=np.int64) for _ in range(4)]
             found[key] = _Group(key.kept, *blank)
         group = found[key]
-        owner = parameter.layout is Layout.OWNER
-        kinds = [group.owned if owner else group.sliced]
+        kinds = [group.owned if parameter.owned else group.sliced]
         if parameter.trainable:
-            kinds.append(group.owned_trainable if owner else group.sliced_trainable)
+            kinds.append(group.owned_trainable if parameter.owned else group.sliced_trainable)
         for place, numel in _places(plan, parameter, tp_rank, padded):
             for kind in kinds:
                 kind[place] += numel
@@ -187,16 +186,12 @@ def _places(
     plan: OwnershipPlan, parameter: LogicalParameter, tp_rank: int, padded: bool
 ) -> Iterator[tuple[tuple[object, object], int]]:
     """Where the elements of a parameter's piece lie: an index into [replicas, shards], elements."""
-    grid = plan.topology
     if padded:
         first, *rest = parameter.piece_shape(tp_rank)
-        yield (slice(None), slice(None)), -(-first // grid.shards) * math.prod(rest)
+        yield (slice(None), slice(None)), -(-first // plan.topology.shards) * math.prod(rest)
         return
-    for rank, start, stop in plan.segments(parameter.name, tp_rank):
-        if parameter.layout is Layout.OWNER:
-            yield (grid.replica_of(rank), grid.shard_of(rank)), stop - start
-        else:
-            yield (slice(None), rank), stop - start
+    for start, stop, shard, replica in plan.segments(parameter.name, tp_rank):
+        yield (slice(None) if replica is None else replica, shard), stop - start
 
 
 def _total(arrays: Iterable[np.ndarray]) -> np.ndarray:
@@ -212,7 +207,8 @@ def _of_whole(
     """Bytes of a matrix's own state on each data-parallel rank that works on it."""
     if parameter.route is not Route.MATRIX or state.whole is None:
         return 0
-    elsewhere = parameter.cut is not None and plan.tp_owner_of(parameter.name) != tp_rank
+    on_tp = parameter.update.on(Axis.TP)
+    elsewhere = isinstance(on_tp, Owned) and on_tp.index != tp_rank
     return 0 if elsewhere else state.whole(parameter.shape[0], parameter.shape[1])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from megamuon.matrices import Layout, LogicalParameter
+from megamuon.matrices import LogicalParameter
 
 
 class GroupKind(StrEnum):
@@ -53,7 +53,7 @@ def group_of(parameter: LogicalParameter) -> GroupKey:
     kind, layer, kept = GroupKind.ROOT, "", True
     if parameter.layer:
         kind, layer, kept = GroupKind.LAYER, parameter.layer, False
-    elif parameter.layout is Layout.EVEN and len(parameter.shape) > 1:
+    elif len(parameter.shape) > 1 and not parameter.owned:
         kind, layer, kept = GroupKind.TABLE, parameter.name, bool(parameter.aliases)
     return GroupKey(kind=kind, layer=layer, plane=Plane.DENSE, kept=kept)
 

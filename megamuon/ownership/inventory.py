@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megamuon.matrices import Cut, Kind, Layout, LogicalParameter, Route, layer_key
+from megamuon.matrices import Kind, LogicalParameter, Route, layer_key, placed_anew, placements_for
+from megamuon.placements import Axis, Placed, Placement, Shard
 
 _TABLES = Path(__file__).with_name("inventories.json")
 
@@ -63,7 +64,11 @@ def inventory(name: str, *, routers: Kind = Kind.ROUTER) -> tuple[LogicalParamet
 def routers_as_matrices(parameters: Iterable[LogicalParameter]) -> tuple[LogicalParameter, ...]:
     """The same parameters with trained routers and gates as Muon matrices."""
     return tuple(
-        replace(p, kind=Kind.MATRIX, route=Route.MATRIX, reason="a router, counted as a matrix")
+        replace(
+            placed_anew(p, route=Route.MATRIX, owned=p.owned),
+            kind=Kind.MATRIX,
+            reason="a router, counted as a matrix",
+        )
         if p.kind is Kind.ROUTER and p.trainable
         else p
         for p in parameters
@@ -97,7 +102,9 @@ def _cut(parameter: LogicalParameter, tp: int) -> LogicalParameter:
     size = parameter.shape[dim]
     share = -(-size // tp)
     bounds = tuple(min(piece * share, size) for piece in range(tp + 1))
-    return replace(parameter, cut=Cut(dim=dim, bounds=bounds))
+    on_tp = Placement.of({Axis.TP: Shard(dim, bounds)})
+    placed = Placed(shape=parameter.shape, compute=on_tp, gradient=on_tp)
+    return replace(parameter, **placements_for(parameter.route, placed, owned=parameter.owned))
 
 
 def _expand(rows: Sequence[Sequence[object]]) -> Iterator[LogicalParameter]:
@@ -141,12 +148,13 @@ def _parameter(
     even = kind in (Kind.EMBEDDING, Kind.HEAD)
     route = Route.MATRIX if kind is Kind.MATRIX else Route.ADAMW_OWNER
     route = Route.ADAMW_SHARDED if even else route
+    route = Route.FROZEN if frozen else route
     return LogicalParameter(
         name=name,
         shape=tuple(shape),
         kind=kind,
-        route=Route.FROZEN if frozen else route,
-        layout=Layout.EVEN if even else Layout.OWNER,
+        route=route,
+        **placements_for(route, Placed(shape=tuple(shape)), owned=not even),
         reason="frozen in the table of shapes"
         if frozen
         else f"{kind.value} in the table of shapes" + note,

@@ -15,14 +15,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership.cost import CostError, CostFunction
+from megamuon.ownership.owners import with_owners
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.roles import cost_aware, role_greedy, scope_greedy
 from megamuon.ownership.settings import POLICY_UNITS, PlannerSettings, Topology
 from megamuon.ownership.settle import settle_experts
-from megamuon.ownership.tensor_parallel import choose_tp_owners, needs_tp_owner
+from megamuon.ownership.tensor_parallel import choose_tp_owners
 from megamuon.ownership.units import UNIT_RULES, UNIT_THRESHOLD, Unit, build_units
+from megamuon.placements import Owned
 
 Policy = Callable[[Sequence[Unit], Sequence[float], Topology, PlannerSettings], tuple[int, ...]]
 
@@ -182,12 +184,12 @@ def assign(
 
 def muon_shapes(parameters: Sequence[LogicalParameter]) -> tuple[tuple[int, int], ...]:
     """Distinct whole shapes of the Muon matrices that get an owner, sorted: what costs are needed
-    for. Those in even layout count where tensor parallelism cuts them, for their tp owner.
+    for. Where every rank works on a matrix, nobody has to be chosen.
     """
     shapes = {
         (p.shape[0], p.shape[1])
         for p in parameters
-        if p.route is Route.MATRIX and (p.layout is Layout.OWNER or needs_tp_owner(p))
+        if p.route is Route.MATRIX and any(isinstance(on, Owned) for _, on in p.update.axes)
     }
     return tuple(sorted(shapes))
 
@@ -219,7 +221,7 @@ def unit_costs(
     by_name = {
         p.name: times[p.shape[0], p.shape[1]] if p.route is Route.MATRIX else 0.0
         for p in parameters
-        if p.layout is Layout.OWNER
+        if p.owned
     }
     # fsum rounds once, so the sum does not depend on the order of the members.
     return tuple(math.fsum(by_name[name] for name in unit.members) for unit in units)
@@ -252,8 +254,8 @@ def build_plan(
 
     ``cost_of(rows, cols)`` gives the milliseconds of one Newton-Schulz run; see
     ``megamuon.ownership.cost``. ``threshold`` and ``merge_experts`` do not matter to policies over
-    roles. With ``topology.tp > 1`` every Muon matrix with a cut gets a tp owner as well. Raises
-    what ``build_units``, ``unit_costs`` and ``OwnershipPlan`` raise.
+    roles. What asks for a tp rank to work on the whole of it gets one as well. Raises what
+    ``build_units``, ``unit_costs`` and ``OwnershipPlan`` raise.
     """
     settings = settings or PlannerSettings()
     units = planned_units(parameters, settings, threshold, merge_experts)
@@ -262,21 +264,16 @@ def build_plan(
     if settings.policy == "lpt" and settings.byte_cap is not None:
         experts = frozenset(p.name for p in parameters if p.expert)
         owners = settle_experts(units, costs, owners, experts, topology, settings)
-    tp_owners: tuple[tuple[str, int], ...] = ()
-    if topology.tp > 1:
-        by_name = {
-            name: owner for unit, owner in zip(units, owners, strict=True) for name in unit.members
-        }
-        times = _times(parameters, cost_of)
-        tp_owners = choose_tp_owners(parameters, by_name, times, topology.tp)
+    by_name = {
+        name: owner for unit, owner in zip(units, owners, strict=True) for name in unit.members
+    }
+    on_tp = choose_tp_owners(parameters, by_name, _times(parameters, cost_of), topology.tp)
     plan = OwnershipPlan(
         topology=topology,
-        parameters=tuple(parameters),
+        parameters=with_owners(parameters, topology, by_name, dict(on_tp)),
         units=units,
-        owners=owners,
         costs=costs,
         settings=settings,
-        tp_owners=tp_owners,
     )
     if settings.unit_rule == "roles":
         plan.check_contiguous()

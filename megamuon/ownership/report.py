@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megamuon.matrices import Layout, Route
+from megamuon.matrices import Route
 from megamuon.ownership.cost import CostFunction
 from megamuon.ownership.estimate import StateBytes, optimizer_bytes
 from megamuon.ownership.plan import OwnershipPlan
+from megamuon.placements import DATA_AXES, Axis, Owned
 
 MIB = float(1 << 20)
 GIB = float(1 << 30)
@@ -65,7 +66,7 @@ def _publish_orders(plan: OwnershipPlan, rails: int) -> list[tuple[str, ...]]:
     """
     names: list[list[str]] = [[] for _ in range(rails)]
     for parameter in plan.parameters if plan.topology.replicas > 1 else ():
-        if parameter.layout is Layout.OWNER and parameter.trainable:
+        if parameter.name in plan.homes and parameter.trainable:
             names[plan.owner_of(parameter.name) % rails].append(parameter.name)
     return [tuple(order) for order in names]
 
@@ -74,15 +75,17 @@ def tp_rank_times(plan: OwnershipPlan, cost_of: CostFunction) -> np.ndarray:
     """Newton-Schulz milliseconds of every rank under tensor parallelism, [data-parallel, tp].
 
     A cut matrix costs its tp owner alone; a whole one costs every tp rank, which all repeat it.
-    Matrices in even layout, which every data-parallel rank works on, count on all of them.
+    Matrices in slices, which every rank puts together, count on all of them.
     """
     times = np.zeros((plan.topology.world, plan.topology.tp))
+    places = times.reshape(tuple(plan.topology.sizes.values()))
     for parameter in plan.parameters:
         if parameter.route is not Route.MATRIX:
             continue
-        owner = plan.owner_of(parameter.name) if parameter.layout is Layout.OWNER else slice(None)
-        tp = slice(None) if parameter.cut is None else plan.tp_owner_of(parameter.name)
-        times[owner, tp] += cost_of(*parameter.shape)
+        on_axes = (parameter.update.on(axis) for axis in (*DATA_AXES, Axis.TP))
+        places[tuple(on.index if isinstance(on, Owned) else slice(None) for on in on_axes)] += (
+            cost_of(*parameter.shape)
+        )
     return times
 
 

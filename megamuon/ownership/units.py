@@ -3,8 +3,8 @@
 Owns the rule that groups logical parameters into units: a parameter of at least ``threshold``
 elements is a unit of its own, all smaller ones of a layer group (biases and norm gains included)
 form one unit, and expert matrices never merge; and the other rule, by roles, of MatrixFSDP.
-Invariant: every parameter in owner layout is a member of exactly one unit; parameters in even
-layout are in none.  Tested by
+Invariant: every owned parameter is a member of exactly one unit; those in slices are in
+none.  Tested by
 ``tests/ownership/test_units.py``.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route
 
 UNIT_THRESHOLD = 5_000_000  # elements; DMuon-2 section 3.3 merges what is smaller
 UNIT_RULES = ("threshold", "roles")
@@ -83,7 +83,7 @@ def build_units(
     _check_names(parameters)
     groups: dict[tuple[str, str], list[LogicalParameter]] = {}
     for parameter in parameters:
-        if parameter.layout is not Layout.OWNER:
+        if not parameter.owned:
             continue
         if rule == "roles":
             alone = _is_matrix(parameter)

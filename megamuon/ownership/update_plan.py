@@ -346,12 +346,12 @@ def compile_update(matrices: Sequence[Journey], sizes: Sizes, dtype: torch.dtype
     )
 
 
-def matrices_of(plan: OwnershipPlan, parameters: Sequence[LogicalParameter]) -> tuple[Journey, ...]:
+def matrices_of(parameters: Sequence[LogicalParameter]) -> tuple[Journey, ...]:
     """What a matrix optimizer trains of ``parameters``, from where it is stored to where its whole
     is worked on.
     """
     return tuple(
-        Journey(name=p.name, shape=p.shape, source=plan.storage(p.name), target=plan.update(p.name))
+        Journey(name=p.name, shape=p.shape, source=p.storage, target=p.update)
         for p in parameters
         if p.route is Route.MATRIX
     )
@@ -364,5 +364,5 @@ def update_moves(plan: OwnershipPlan, dtype: torch.dtype) -> tuple[Move, ...]:
     return tuple(
         move
         for members in grouped(plan.parameters).values()
-        for move in compile_update(matrices_of(plan, members), plan.topology.sizes, dtype).moves
+        for move in compile_update(matrices_of(members), plan.topology.sizes, dtype).moves
     )

@@ -195,7 +195,7 @@ def update_plans(
     if not config.optimizer.whole_matrices:
         return []
     sizes, dtype = plan.topology.sizes, config.master_dtype
-    return [compile_update(matrices_of(plan, group.trainable), sizes, dtype) for group in groups]
+    return [compile_update(matrices_of(group.trainable), sizes, dtype) for group in groups]
 
 
 def _transports(

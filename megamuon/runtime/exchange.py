@@ -25,7 +25,6 @@ from megamuon.collectives import (
 )
 from megamuon.collectives.base import named
 from megamuon.collectives.traffic import Traffic
-from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.ownership.update_plan import Hop, Journey, LocalMove, MoveKind, compile_moves
 from megamuon.placements import Axis, Piece, Placement
@@ -131,8 +130,8 @@ def build_exchange(
     """What runs compiled moves on this rank."""
     return Exchange(
         transports,
-        sizes={Axis.REPLICATE: mesh.replicas, Axis.SHARD: mesh.shards, Axis.TP: mesh.tp},
-        place={Axis.REPLICATE: mesh.replica, Axis.SHARD: mesh.shard, Axis.TP: mesh.tp_rank},
+        sizes=mesh.sizes,
+        place=mesh.coordinates,
         device=device,
     )
 
@@ -213,14 +212,6 @@ def _together(hop: Hop, parts: Sequence[Tensor]) -> Tensor | None:
     for piece, part in pieces:
         _cut(whole, hop.after, piece).copy_(part.view(piece.shape))
     return whole
-
-
-def cut_piece(whole: Tensor, parameter: LogicalParameter, tp_rank: int) -> Tensor:
-    """The view of a whole tensor that is a tp rank's piece."""
-    if parameter.cut is None:
-        return whole
-    low, high = parameter.cut.bounds[tp_rank], parameter.cut.bounds[tp_rank + 1]
-    return whole.narrow(parameter.cut.dim, low, high - low)
 
 
 def sum_in_order(

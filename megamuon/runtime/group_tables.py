@@ -10,19 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megamuon.collectives import ReplicaSegment, SegmentTable, TableSegment, TwoStageTable
-from megamuon.matrices import Layout, LogicalParameter
-from megamuon.ownership.plan import OwnershipPlan, Segment
-
-
-def holder(
-    plan: OwnershipPlan, parameter: LogicalParameter, segment: Segment
-) -> tuple[int, int | None]:
-    """Shard and replica of the rank that holds a segment; replica None: one rank in each
-    replica.
-    """
-    if parameter.layout is Layout.OWNER:
-        return plan.topology.shard_of(segment.rank), plan.topology.replica_of(segment.rank)
-    return segment.rank, None
+from megamuon.matrices import LogicalParameter
+from megamuon.ownership.plan import OwnershipPlan
 
 
 def shard_table(
@@ -36,7 +25,7 @@ def shard_table(
         plan.topology.shards,
         [
             TableSegment(
-                rank=holder(plan, parameter, segment)[0],
+                rank=segment.shard,
                 offset=offsets[parameter.name] + segment.start,
                 numel=segment.stop - segment.start,
             )
@@ -56,9 +45,9 @@ def two_stage_table(
     pieces: list[list[tuple[int, int, int | None]]] = [[] for _ in range(plan.topology.shards)]
     for parameter in parameters:
         for segment in plan.segments(parameter.name, tp_rank):
-            shard, replica = holder(plan, parameter, segment)
             offset = offsets[parameter.name] + segment.start
-            pieces[shard].append((offset, segment.stop - segment.start, replica))
+            numel = segment.stop - segment.start
+            pieces[segment.shard].append((offset, numel, segment.replica))
     replicas: list[tuple[ReplicaSegment, ...]] = []
     for held in pieces:
         packed: list[ReplicaSegment] = []

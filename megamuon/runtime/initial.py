@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
+from megamuon.ownership.holdings import cut_names
 from megamuon.runtime.replicas import check_replicas, digests
 
 # ``initial(name, whole tensor, generator)`` fills the tensor.
@@ -58,7 +59,7 @@ def check_present_weights(
         "initial weights",
         names,
         dict(zip(names, found, strict=True)),
-        cut={p.name for p in parameters if p.cut is not None},
+        cut=cut_names(parameters),
         mesh=mesh,
         group=world,
         device=device,

@@ -22,10 +22,11 @@ from megamuon.kernels.linear import SLOT, GradientSlot
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.ownership.groups import GroupKey
+from megamuon.ownership.holdings import summed_over_tp
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.buffers import BufferLayout, FlatBuffer, place
 from megamuon.runtime.frozen import FrozenUses
-from megamuon.runtime.group_tables import holder, shard_table, two_stage_table
+from megamuon.runtime.group_tables import shard_table, two_stage_table
 from megamuon.runtime.released import Guard, assign_data
 
 
@@ -55,7 +56,7 @@ class LocalSegment:
     @property
     def offset(self) -> tuple[int, ...]:
         """Where the segment starts in the whole parameter."""
-        start = self.parameter.piece_offset(self.tp_rank)
+        start = self.parameter.piece(self.tp_rank).offset
         return (start[0] + self.rows[0], *start[1:]) if start else ()
 
     @property
@@ -133,6 +134,7 @@ class LayerGroup:
         self.name = key.name  # "" for the root's
         self.parameters = tuple(parameters)
         self.trainable = tuple(p for p in self.parameters if p.trainable)
+        self.partial = summed_over_tp(self.trainable)
         self.has_frozen = len(self.trainable) < len(self.parameters)
         self.resident = resident  # the gathered weights stay for life (ZeRO-1)
         self.tp_rank = mesh.tp_rank
@@ -190,12 +192,9 @@ class LayerGroup:
         led: list[LogicalParameter] = []
         for parameter in self.parameters:
             for segment in plan.segments(parameter.name, mesh.tp_rank):
-                shard, replica = holder(plan, parameter, segment)
-                if shard != mesh.shard:
-                    continue
-                if replica in (None, mesh.replica):
+                if segment.held_at(mesh.replica, mesh.shard):
                     pieces.append((parameter, segment.start, segment.stop))
-                if replica is not None and mesh.replicas > 1:
+                if segment.led_at(mesh.shard, mesh.replicas):
                     led.append(parameter)
         pieces.sort(key=lambda piece: offsets[piece[0].name])
         names = {parameter.name for parameter in led}
@@ -366,7 +365,7 @@ class LayerGroup:
 
     def partial_gradients(self) -> list[Tensor]:
         """Slots whose gradient is a part of a sum over the tp ranks."""
-        return [self.slots[p.name].gradient for p in self.trainable if p.tp_partial]
+        return [self.slots[p.name].gradient for p in self.partial]
 
     def zero_unwritten(self) -> None:
         """Zero the slots that this micro-batch did not touch, so that a reduction has something to

@@ -30,7 +30,6 @@ from megamuon.collectives.operators import Fabric
 from megamuon.collectives.publish import Publisher
 from megamuon.collectives.ready_publish import ReadyPublisher
 from megamuon.collectives.traffic import Traffic
-from megamuon.matrices import Layout
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
@@ -62,9 +61,7 @@ class Publication:
         led = [parameter for group in groups for parameter in group.led]
         self._led = {self._place[p.name] for p in led}
         names = {self._place[p.name]: p.name for p in led}
-        replicas = {
-            self._place[p.name]: plan.topology.replica_of(plan.owner_of(p.name)) for p in led
-        }
+        replicas = {self._place[p.name]: plan.homes[p.name].replica for p in led}
         sizes = {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}
         buffer = None
         if fabric is not None and fabric.operators.publish is None:
@@ -90,11 +87,7 @@ class Publication:
         else:
             self.publisher = ReadyPublisher(self.copies, fabric, **common)
         self._waited_before = 0.0  # by a publisher that was taken over from
-        self._owned_replicas = {
-            p.name: plan.topology.replica_of(plan.owner_of(p.name))
-            for p in plan.parameters
-            if p.layout is Layout.OWNER
-        }
+        self._owned = tuple(plan.homes)
         self.expected = dict.fromkeys(self._led, 0)  # applied updates that each copy must hold
         self._of_group = {
             group.index: tuple(self._place[p.name] for p in group.led) for group in groups
@@ -173,7 +166,7 @@ class Publication:
     def republish(self, version: int) -> None:
         """Masters were written from outside: send all of them.  Every rank calls this."""
         self.publisher.fence()
-        self.begin(list(self._owned_replicas), version)
+        self.begin(self._owned, version)
         for index in tuple(self._queue):
             self._send(index)
         self._queue.clear()
@@ -213,18 +206,17 @@ def _heaviest_copies(
     sizes: list[dict[int, int]] = [{} for _ in range(mesh.shards)]
     for group in groups:
         for parameter in group.parameters:
-            if parameter.layout is Layout.OWNER:
-                shard = plan.topology.shard_of(plan.owner_of(parameter.name))
-                sizes[shard][len(sizes[shard])] = parameter.piece_numel(mesh.tp_rank)
+            if parameter.name in plan.homes:
+                held = sizes[plan.homes[parameter.name].shard]
+                held[len(held)] = parameter.piece_numel(mesh.tp_rank)
     return max(LeaderCopies.bytes_of(held, dtype) for held in sizes)
 
 
 def rails(plan: OwnershipPlan, mesh: Mesh, itemsize: int, tile_bytes: int) -> tuple[int, int]:
     """Parameters and publish tiles of the rail that has most of each."""
     counts = [[0, 0] for _ in range(mesh.shards)]
-    for parameter in plan.parameters:
-        if parameter.layout is Layout.OWNER:
-            held = counts[plan.topology.shard_of(plan.owner_of(parameter.name))]
-            held[0] += 1
-            held[1] += -(-parameter.piece_numel(mesh.tp_rank) * itemsize // tile_bytes)
+    for name, home in plan.homes.items():
+        held = counts[home.shard]
+        held[0] += 1
+        held[1] += -(-plan.parameter(name).piece_numel(mesh.tp_rank) * itemsize // tile_bytes)
     return max(count for count, _ in counts), max(tiles for _, tiles in counts)

@@ -183,6 +183,5 @@ def _accumulated_partials(group: LayerGroup, source: Tensor) -> list[Tensor]:
     offsets = group.gradients.layout.offsets
     return [
         source[offsets[p.name] : offsets[p.name] + p.piece_numel(group.tp_rank)]
-        for p in group.trainable
-        if p.tp_partial
+        for p in group.partial
     ]

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from megamuon.checkpoint.tensors import StoredTensor
-from megamuon.matrices import Layout, routing_report
+from megamuon.matrices import routing_report
 from megamuon.mesh import Mesh
+from megamuon.ownership.holdings import EVERYBODY, writers
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.config import RuntimeConfig
 from megamuon.runtime.engine import Engine
@@ -189,20 +190,20 @@ class Runtime(TrainableRuntime):
         if buffers:
             speaks = self.mesh.rank == 0
             found.extend(self.buffers.stored(everywhere=everywhere, speaks=speaks))
-        replica, replicas = self.mesh.replica, self.mesh.replicas
+        sizes, place = self.mesh.sizes, self.mesh.coordinates
         for segment in self._step.segments():
             parameter = segment.parameter
-            if not (everywhere or parameter.cut is not None or self.mesh.tp_rank == 0):
+            share = EVERYBODY if everywhere else writers(parameter.storage, sizes, place)
+            if share is None:
                 continue
-            alike = parameter.layout is Layout.EVEN and not everywhere
             weight = _stored(parameter.name, segment, segment.shaped(segment.master))
             pieces = [replace(weight, rounds=not parameter.trainable)]
             if optimizer and segment.window is not None:
-                if everywhere or not (any(segment.offset) or (alike and replica)):
+                if everywhere or not (any(segment.offset) or share.index):
                     found.extend(self._counts(segment))
                 pieces.extend(self._state_beside(segment))
-            shares = (piece.share(replica, replicas) if alike else piece for piece in pieces)
-            found.extend(share for share in shares if share is not None)
+            shares = (piece.share(*share) for piece in pieces)
+            found.extend(part for part in shares if part is not None)
         if optimizer and self._step.matrices is not None:
             # Listed by the first of those who work on the whole.
             wholes = self._step.matrices.whole_state(everywhere=everywhere)

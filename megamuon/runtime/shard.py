@@ -19,21 +19,21 @@ from torch import Tensor, nn
 from megamuon.agreement import exchange_plan, exchange_settings
 from megamuon.matrices import (
     LogicalParameter,
-    Placement,
     Route,
     RouteFunction,
     collect,
 )
 from megamuon.mesh import Mesh
 from megamuon.ownership.groups import GroupKind, grouped
+from megamuon.ownership.owners import without_owners
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan, muon_shapes, planned_units
 from megamuon.ownership.settings import Topology
+from megamuon.placements import Placed
 from megamuon.runtime import hooks
 from megamuon.runtime.assembly import Grid, build_parts, device_of
 from megamuon.runtime.config import RuntimeConfig, config_texts
 from megamuon.runtime.engine import Engine
-from megamuon.runtime.exchange import cut_piece
 from megamuon.runtime.initial import (
     CheckedFill,
     Fill,
@@ -56,7 +56,7 @@ def shard(
     layers: Sequence[type[nn.Module]],
     config: RuntimeConfig | None = None,
     mesh: Mesh | None = None,
-    placements: Mapping[str, Placement] | None = None,
+    placements: Mapping[str, Placed] | None = None,
     route: RouteFunction | None = None,
     initial: Fill | None = None,
     plan: OwnershipPlan | None = None,
@@ -147,8 +147,10 @@ def _plan(
     if stored is not None:
         units = planned_units(parameters, planner, config.unit_threshold, config.merge_experts)
         wanted = (topology, parameters, planner, units)
-        # All but the costs: measured again they would differ a little, and owners with them.
-        if wanted == (stored.topology, stored.parameters, stored.settings, stored.units):
+        asked = without_owners(stored.parameters)
+        # All but the costs, which differ a little from one measurement to the next, and the owners,
+        # which follow them.
+        if wanted == (stored.topology, asked, stored.settings, stored.units):
             return stored
     return build_plan(
         parameters,
@@ -252,7 +254,7 @@ def _initial_piece(
     if initial is not None:
         whole = torch.empty(parameter.shape, dtype=config.master_dtype)
         initial(name, whole, torch.Generator().manual_seed(parameter_seed(config.seed, name)))
-        return cut_piece(whole, parameter, tp_rank).reshape(-1)
+        return whole[parameter.piece(tp_rank).slices].reshape(-1)
     return present.detach().reshape(-1)
 
 

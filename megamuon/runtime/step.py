@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.collectives.traffic import Traffic
-from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.matrices import LogicalParameter, Route
 from megamuon.mesh import Mesh
 from megamuon.optim.optimizer import Item, OwnerOptimizer
+from megamuon.ownership.holdings import speaks
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.publish import Publication
@@ -134,8 +135,7 @@ class OwnerStep:
         """Whether this rank's segment of a parameter is the one that sums count: slices that every
         replica keeps count in replica 0, what every tp rank keeps counts on tp rank 0.
         """
-        first_replica = parameter.layout is Layout.OWNER or self.mesh.replica == 0
-        return first_replica and (parameter.cut is not None or self.mesh.tp_rank == 0)
+        return speaks(parameter.storage, self.mesh.coordinates)
 
     def _norm(self) -> GradientNorm:
         """The norm over all ranks; again where late gradients had to be reduced first."""
@@ -244,7 +244,7 @@ def _update_order(group: LayerGroup, touched: Set[str], moved: Set[str]) -> list
     """The parameters of a group in the order of their updates: element by element first, then
     matrices that are whole where they lie, then those ``moved`` for their update.
     """
-    members = [p for p in group.trainable if p.name in touched and p.layout is Layout.OWNER]
+    members = [p for p in group.trainable if p.name in touched]
     flat = [p for p in members if p.route is not Route.MATRIX]
     matrices = [p for p in members if p.route is Route.MATRIX]
     return [*flat, *sorted(matrices, key=lambda p: p.name in moved)]

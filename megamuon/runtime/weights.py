@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megamuon.checkpoint.tensors import StoredTensor, listed
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
+from megamuon.ownership.holdings import cut_names
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.module_buffers import ModuleBuffers
@@ -247,7 +248,7 @@ class Shown:
         group: dist.ProcessGroup | None,
     ) -> None:
         self._tensors = dict(tensors)
-        self._cut = {p.name for p in parameters if p.cut is not None}
+        self._cut = cut_names(parameters)
         self._mesh = mesh
         self._group = group
         self._before = self._now()

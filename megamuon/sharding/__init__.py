@@ -7,7 +7,7 @@ overrides, linting and a validation mode have their place between the passes of 
 ``tests/sharding`` and ``tests/distributed/test_tensor_parallel.py``.
 """
 
-from megamuon.sharding.apply import apply_sharding, piece_of
+from megamuon.sharding.apply import apply_sharding
 from megamuon.sharding.plan import BoundaryEntry, ParameterEntry, ShardingPlan, plan_sharding
 from megamuon.sharding.roles import Role
 from megamuon.sharding.templates import BoundaryType, Contract, Flow, ShardingError
@@ -22,6 +22,5 @@ __all__ = [
     "ShardingError",
     "ShardingPlan",
     "apply_sharding",
-    "piece_of",
     "plan_sharding",
 ]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamuon.kernels.linear import linear
-from megamuon.matrices import Placement
+from megamuon.placements import Axis, Placement, Shard
 from megamuon.sharding import vocabulary
 from megamuon.sharding.boundaries import (
     POSITIONS,
@@ -82,14 +82,6 @@ def _check_same_model(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def piece_of(whole: Tensor, placement: Placement, tp_rank: int) -> Tensor:
-    """A tp rank's piece of a whole tensor (a view); the tensor itself where nothing is cut."""
-    if placement.cut is None:
-        return whole
-    start, stop = placement.cut.bounds[tp_rank : tp_rank + 2]
-    return whole.narrow(placement.cut.dim, start, stop - start)
-
-
 def _replace_parameters(model: nn.Module, plan: ShardingPlan, tp_rank: int) -> None:
     pieces: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -97,10 +89,10 @@ def _replace_parameters(model: nn.Module, plan: ShardingPlan, tp_rank: int) -> N
             if old is None:
                 continue
             placement = plan.placements[f"{path}.{attribute}" if path else attribute]
-            if placement.cut is None:
+            if placement.compute == Placement():
                 continue
             if id(old) not in pieces:
-                piece = piece_of(old.detach(), placement, tp_rank)
+                piece = old.detach()[placement.piece(tp_rank).slices]
                 new = nn.Parameter(
                     piece.clone(memory_format=torch.contiguous_format),
                     requires_grad=old.requires_grad,
@@ -138,8 +130,8 @@ def _wrap(model: nn.Module, plan: ShardingPlan, entry: BoundaryEntry, axis: TpAx
 
 
 def _row_bounds(plan: ShardingPlan, entry: BoundaryEntry) -> tuple[int, ...]:
-    cuts = [p.placement.cut for p in plan.parameters if p.boundary == entry.path]
-    if len(cuts) != 1 or cuts[0] is None:
+    cuts = [p.placement.compute.on(Axis.TP) for p in plan.parameters if p.boundary == entry.path]
+    if len(cuts) != 1 or not isinstance(cuts[0], Shard) or cuts[0].bounds is None:
         raise ShardingError(f"{entry.path} should hold one table that is cut by rows")
     return cuts[0].bounds
 

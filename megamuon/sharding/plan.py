@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from megamuon.matrices import Placement
+from megamuon.placements import Placed
 from megamuon.sharding.roles import Role, classify
 from megamuon.sharding.templates import (
     REQUIRED,
@@ -42,7 +42,7 @@ class ParameterEntry:
     name: str
     role: Role
     boundary: str  # module path
-    placement: Placement
+    placement: Placed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class ShardingPlan:
     boundaries: tuple[BoundaryEntry, ...]
 
     @cached_property
-    def placements(self) -> Mapping[str, Placement]:
+    def placements(self) -> Mapping[str, Placed]:
         """Placement by parameter name, every name of a tied parameter included."""
         return MappingProxyType({entry.name: entry.placement for entry in self.parameters})
 
@@ -210,7 +210,7 @@ def _plan_of_one(model: nn.Module) -> ShardingPlan:
             name=name,
             role=Role.REPLICATED,
             boundary=name.rpartition(".")[0],
-            placement=Placement(shape=tuple(parameter.shape)),
+            placement=Placed(shape=tuple(parameter.shape)),
         )
         for name, parameter in model.named_parameters(remove_duplicate=False)
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from megamuon.matrices import Cut, Placement
+from megamuon.placements import Axis, Partial, Placed, Placement, Shard
 from megamuon.sharding.roles import Role
 
 
@@ -137,7 +137,7 @@ class Grain:
     count: int
     size: int = 1
 
-    def cut(self, name: str, shape: tuple[int, ...], dim: int, tp: int) -> Cut:
+    def cut(self, name: str, shape: tuple[int, ...], dim: int, tp: int) -> Shard:
         """Cut ``dim`` into ``tp`` pieces.  Raises ShardingError: empty piece, other size."""
         if self.count * self.size != shape[dim]:
             raise ShardingError(
@@ -152,7 +152,7 @@ class Grain:
                 f" give pieces of {sizes}, and none may be empty: use a smaller"
                 " --tensor-model-parallel-size"
             )
-        return Cut(dim=dim, bounds=tuple(edge * self.size for edge in edges))
+        return Shard(dim, tuple(edge * self.size for edge in edges))
 
 
 def place(
@@ -163,7 +163,7 @@ def place(
     *,
     tp: int,
     partial_tokens: bool,
-) -> Placement:
+) -> Placed:
     """Where one parameter lies; ``grain`` is what its boundary is cut by (None: it is not cut).
 
     ``partial_tokens``: outside cut regions, a rank meets only some of the tokens. A replicated
@@ -173,11 +173,16 @@ def place(
         raise ShardingError(
             f"{name}: the bias of an expert's last map would be added once per tensor-parallel rank"
         )
-    cut = None
+    cut: Shard | None = None
     if tp > 1 and grain is not None:
         if role in _COLUMN_ROLES or role in _TABLE_ROLES:
             cut = grain.cut(name, shape, 0, tp)
         elif role in _ROW_ROLES and len(shape) == 2:
             cut = grain.cut(name, shape, 1, tp)
-    partial = tp > 1 and cut is None and (role is Role.HEAD_NORM or partial_tokens)
-    return Placement(shape=shape, cut=cut, partial=partial)
+    if cut is not None:
+        compute = gradient = Placement.of({Axis.TP: cut})
+    else:
+        partial = tp > 1 and (role is Role.HEAD_NORM or partial_tokens)
+        compute = Placement()
+        gradient = Placement.of({Axis.TP: Partial()}) if partial else compute
+    return Placed(shape=shape, compute=compute, gradient=gradient)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from megamuon.arguments import Config
-from megamuon.matrices import Placement
 from megamuon.mesh import Mesh, new_group
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import OwnershipPlan
+from megamuon.placements import Placed
 from megamuon.runtime import TrainableRuntime, shard
 from megamuon.runtime.module_buffers import buffers_without_reset
 from megamuon.sharding import apply_sharding, plan_sharding
@@ -127,7 +127,7 @@ def build_runtime(
 
 def _cut(
     model: nn.Module, provider: ModelProvider, config: Config, mesh: Mesh
-) -> tuple[Mapping[str, Placement], Fill]:
+) -> tuple[Mapping[str, Placed], Fill]:
     """Leave ``model`` its pieces of what tensor parallelism cuts.  Weights are made whole: by the
     model itself, else they are those of a second one that stays as it is.
     """

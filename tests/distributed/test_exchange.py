@@ -9,33 +9,22 @@ import torch
 import torch.distributed as dist
 
 from megamuon.collectives.traffic import Traffic
-from megamuon.matrices import Cut, Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import LogicalParameter
 from megamuon.ownership.update_plan import Journey, compile_moves
 from megamuon.placements import Axis, AxisPlacement, Owned, Placement, Replicate, Shard
-from megamuon.runtime.exchange import Exchange, cut_piece, moves_along, sum_in_order
+from megamuon.runtime.exchange import Exchange, moves_along, sum_in_order
+from tests.support.ownership import parameter
 from tests.support.ranks import run_ranks
 
 TP = 3
 OWNERS = {"a": 2, "b": 0, "c": 2, "d": 1}
 
 
-def parameter(name: str, shape: tuple[int, int], dim: int, bounds: tuple[int, ...]):  # noqa: ANN201
-    return LogicalParameter(
-        name=name,
-        shape=shape,
-        kind=Kind.MATRIX,
-        route=Route.MATRIX,
-        layout=Layout.OWNER,
-        reason="test",
-        cut=Cut(dim=dim, bounds=bounds),
-    )
-
-
 PARAMETERS = (
-    parameter("a", (7, 4), 0, (0, 3, 6, 7)),
-    parameter("b", (5, 8), 1, (0, 3, 6, 8)),
-    parameter("c", (6, 2), 0, (0, 2, 4, 6)),
-    parameter("d", (2, 9), 1, (0, 4, 8, 9)),
+    parameter("a", 7, 4, cut=Shard(0, (0, 3, 6, 7))),
+    parameter("b", 5, 8, cut=Shard(1, (0, 3, 6, 8))),
+    parameter("c", 6, 2, cut=Shard(0, (0, 2, 4, 6))),
+    parameter("d", 2, 9, cut=Shard(1, (0, 4, 8, 9))),
 )
 
 
@@ -61,9 +50,8 @@ def run(
     """Pieces to where ``target`` of a parameter says, or ``back`` from there."""
     journeys = []
     for p in PARAMETERS:
-        cut = Placement.of({Axis.TP: Shard(p.cut.dim, p.cut.bounds)})
         wanted = Placement.of({Axis.TP: target(p)})
-        source, goal = (wanted, cut) if back else (cut, wanted)
+        source, goal = (wanted, p.compute) if back else (p.compute, wanted)
         journeys.append(Journey(name=p.name, shape=p.shape, source=source, target=goal))
     moves = compile_moves(journeys, exchange.sizes, torch.float64, apart=back)
     local = [move.at(exchange.place) for move in moves]
@@ -74,7 +62,7 @@ def run(
 def work(rank: int, world: int) -> dict[str, object]:
     traffic = Traffic()
     exchange = exchange_of(rank, world, traffic)
-    pieces = {p.name: cut_piece(whole(p), p, rank).contiguous() for p in PARAMETERS}
+    pieces = {p.name: whole(p)[p.piece(rank).slices].contiguous() for p in PARAMETERS}
 
     def owner(p: LogicalParameter) -> Owned:
         return Owned(OWNERS[p.name])

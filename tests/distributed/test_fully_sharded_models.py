@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamuon.baselines.fully_sharded import fully_shard_model
-from megamuon.matrices import Cut, Kind, Placement
+from megamuon.matrices import Kind
 from megamuon.mesh import new_group
 from megamuon.models.gpt import GPT
 from megamuon.optim import SgdConfig
+from megamuon.placements import Axis, Partial, Placed, Placement, Shard
 from megamuon.runtime import OptimizerSettings
 from megamuon.runtime.shard import parameter_seed
 from megamuon.sharding import apply_sharding, plan_sharding
@@ -113,13 +114,16 @@ def stack_inputs(step: int) -> Tensor:
     return torch.randn(4, 5, generator=generator, dtype=torch.float64)
 
 
-def stack_placements() -> dict[str, Placement]:
+def stack_placements() -> dict[str, Placed]:
     places = {}
+    rows, columns = (Placement.of({Axis.TP: Shard(dim, BOUNDS)}) for dim in (0, 1))
     for index in range(2):
         prefix = f"blocks.{index}"
-        places[f"{prefix}.inner"] = Placement(shape=(5,), partial=True)
-        places[f"{prefix}.up.weight"] = Placement(shape=(WIDTH, 5), cut=Cut(dim=0, bounds=BOUNDS))
-        places[f"{prefix}.down.weight"] = Placement(shape=(5, WIDTH), cut=Cut(dim=1, bounds=BOUNDS))
+        places[f"{prefix}.inner"] = Placed(shape=(5,), gradient=Placement.of({Axis.TP: Partial()}))
+        places[f"{prefix}.up.weight"] = Placed(shape=(WIDTH, 5), compute=rows, gradient=rows)
+        places[f"{prefix}.down.weight"] = Placed(
+            shape=(5, WIDTH), compute=columns, gradient=columns
+        )
     return places
 
 

@@ -11,7 +11,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from megamuon.ownership import OwnershipPlan, PlannerSettings
 from megamuon.runtime import Runtime, shard
 from megamuon.sharding import apply_sharding, plan_sharding
 from tests.support.grids import mesh_of
+from tests.support.ownership import other_owners as moved_owners
 from tests.support.ranks import Outcome, run_ranks_outcomes
 from tests.support.reference import nano_config
 from tests.support.runtime_config import plain_config
@@ -99,7 +99,7 @@ def other_owners(rank: int, world: int, how: str) -> None:
 
         def change_then_build(plan: OwnershipPlan, *arguments: Any) -> Any:
             owners = tuple((owner + (rank == 1)) % world for owner in plan.owners)
-            return build_groups(replace(plan, owners=owners), *arguments)
+            return build_groups(moved_owners(plan, owners), *arguments)
 
         module._build_groups = change_then_build
     else:

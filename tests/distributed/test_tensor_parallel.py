@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamuon.models import GPT, GPTConfig, RecomputeConfig
+from megamuon.placements import Axis, Partial, Shard
 from megamuon.sharding import ShardingError, ShardingPlan, apply_sharding, plan_sharding
 from tests.support.models import filled, gradients, tokens
 
@@ -183,9 +184,10 @@ def close(mine: Tensor, wanted: Tensor, tolerance: float) -> bool:
 def assembled(plan: ShardingPlan, name: str, pieces: list[Tensor]) -> Tensor:
     """The whole gradient: pieces side by side, partial ones summed, or the same on all ranks."""
     placement = plan.placements[name]
-    if placement.cut is not None:
-        return torch.cat(pieces, dim=placement.cut.dim)
-    if placement.partial:
+    cut = placement.compute.on(Axis.TP)
+    if isinstance(cut, Shard):
+        return torch.cat(pieces, dim=cut.dim)
+    if placement.gradient.on(Axis.TP) == Partial():
         return torch.stack(pieces).sum(0)
     for other in pieces[1:]:
         assert close(other, pieces[0], 1e-12), f"{name} differs between ranks"

@@ -8,18 +8,19 @@ single-process reference and, bit for bit, line B, where everybody puts everythi
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from megamuon.matrices import LogicalParameter, Route
+from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.ownership.plan import OwnershipPlan
-from megamuon.ownership.update_plan import Journey, Move, MoveKind, compile_update, matrices_of
+from megamuon.ownership.planner import build_plan
+from megamuon.ownership.update_plan import Move, MoveKind, compile_update, matrices_of
 from megamuon.placements import Axis, Owned, Placement, Shard
-from megamuon.runtime import assembly
 from tests.distributed.test_matrix_update import tiled
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
@@ -41,7 +42,7 @@ Sent = dict[tuple[str, str], int]  # bytes by operation and axis
 
 
 def one_step(case: Case, mesh: Mesh, runtime: Any, step: int = 0) -> Any:
-    place, places = mesh.data_parallel_rank, mesh.data_parallel_size
+    place, places = mesh.sample_rank, mesh.sample_ranks
     tokens, labels = (place_of(part, place, places) for part in batch_of(step, case.training))
     runtime.model(tokens, labels=labels).mean().backward()
     runtime.traffic.reset()
@@ -82,8 +83,7 @@ def counted(rank: int, world: int) -> list[tuple[Sent, Sent]]:
         result = one_step(case, mesh, runtime)
         # An expert that saw no token is left alone, and moves nowhere.
         used = [p for p in runtime.plan.parameters if p.name not in result.untouched]
-        sizes, matrices = runtime.plan.topology.sizes, matrices_of(runtime.plan, used)
-        update = compile_update(matrices, sizes, torch.float32)
+        update = compile_update(matrices_of(used), runtime.plan.topology.sizes, torch.float32)
         results.append((sent_for_matrices(runtime), planned(update.moves)))
         runtime.close()
     return results
@@ -113,8 +113,10 @@ OPTIMIZERS = ("muon", "shampoo")
 GRIDS = ((1, 4, 1, False), (2, 2, 1, False), (1, 2, 2, False), (2, 2, 1, True), (2, 2, 2, False))
 
 
-def on_one_rank(plan: OwnershipPlan, of_all: bool) -> dict[str, Placement]:
-    """The update of each matrix on the shard with the fewest elements so far, largest first."""
+def on_one_rank(plan: OwnershipPlan, of_all: bool) -> OwnershipPlan:
+    """Each matrix, which lies in slices, is updated on the shard with the fewest elements so far,
+    largest first.
+    """
     held = [0] * plan.topology.shards
     found = {}
     matrices = [p for p in plan.parameters if p.route is Route.MATRIX]
@@ -122,12 +124,14 @@ def on_one_rank(plan: OwnershipPlan, of_all: bool) -> dict[str, Placement]:
         shard = held.index(min(held))
         held[shard] += p.numel
         axes: dict[Axis, Any] = {Axis.SHARD: Owned(shard)}
-        if p.cut is not None and plan.topology.tp > 1:
-            axes[Axis.TP] = Owned(plan.tp_owner_of(p.name))
+        if isinstance(p.compute.on(Axis.TP), Shard):
+            axes[Axis.TP] = Owned(number % plan.topology.tp)
         if of_all:
             axes[Axis.REPLICATE] = Owned(number % plan.topology.replicas)
-        found[p.name] = Placement.of(axes)
-    return found
+        assert isinstance(p.storage.on(Axis.SHARD), Shard)
+        found[p.name] = dataclasses.replace(p, update=Placement.of(axes))
+    placed = tuple(found.get(p.name, p) for p in plan.parameters)
+    return dataclasses.replace(plan, parameters=placed)
 
 
 def trained(case: Case, mesh: Mesh) -> dict[str, Any]:
@@ -150,6 +154,7 @@ def trained(case: Case, mesh: Mesh) -> dict[str, Any]:
 def together(rank: int, world: int, grids: Sequence[tuple[int, int, int, bool]]) -> list[tuple]:
     """Line B's run and that of matrices on one rank, for each optimizer and grid."""
     results = []
+    module: Any = importlib.import_module("megamuon.runtime.shard")
     for optimizer in OPTIMIZERS:
         for replicas, shards, tp, of_all in grids:
             training = dataclasses.replace(WIDE, optimizer=optimizer)
@@ -157,17 +162,12 @@ def together(rank: int, world: int, grids: Sequence[tuple[int, int, int, bool]])
             mesh = mesh_of(rank, world, replicas=replicas, tp=tp)
             gathered = trained(case, mesh)
 
-            def owned(
-                plan: OwnershipPlan, parameters: Sequence[LogicalParameter], all_: bool = of_all
-            ) -> tuple[Journey, ...]:
-                updates = on_one_rank(plan, all_)
-                stored = matrices_of(plan, parameters)
-                assert all(isinstance(m.source.on(Axis.SHARD), Shard) for m in stored)
-                return tuple(dataclasses.replace(m, target=updates[m.name]) for m in stored)
+            def owned(*arguments: Any, all_: bool = of_all, **settings: Any) -> OwnershipPlan:
+                return on_one_rank(build_plan(*arguments, **settings), all_)
 
-            assembly.matrices_of = owned  # type: ignore[assignment]
+            module.build_plan = owned
             results.append((gathered, trained(case, mesh)))
-            assembly.matrices_of = matrices_of
+            module.build_plan = build_plan
     return results
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megamuon.matrices import Cut, Layout, LogicalParameter, Route
+from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership import (
     OwnershipPlan,
     PlannerSettings,
@@ -17,6 +17,7 @@ from megamuon.ownership import (
     estimate,
 )
 from megamuon.ownership.inventory import inventory
+from megamuon.placements import Shard
 from tests.support.ownership import parameter, table
 
 
@@ -166,8 +167,8 @@ def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None
 
 
 def test_a_tied_table_stays_gathered() -> None:
-    tied = parameter("t", 4, 4, layout=Layout.EVEN, route=Route.ADAMW_SHARDED, aliases=("head",))
-    loose = parameter("t", 4, 4, layout=Layout.EVEN, route=Route.ADAMW_SHARDED)
+    tied = parameter("t", 4, 4, owned=False, route=Route.ADAMW_SHARDED, aliases=("head",))
+    loose = parameter("t", 4, 4, owned=False, route=Route.ADAMW_SHARDED)
     sums = [
         total(estimate(plan_of([p], 1, 2), reduce_bytes=2), "sent_inside_replicas")
         for p in (tied, loose)
@@ -176,7 +177,7 @@ def test_a_tied_table_stays_gathered() -> None:
 
 
 def test_pieces_of_tensor_parallelism_are_what_is_counted() -> None:
-    cut = parameter("a", 5, 4, layer="l", cut=Cut(dim=0, bounds=(0, 3, 5)))
+    cut = parameter("a", 5, 4, layer="l", cut=Shard(0, (0, 3, 5)))
     plan = build_plan([cut], Topology(replicas=1, shards=1, tp=2), lambda *_: 1.0)
     assert estimate(plan).parameters == (12 * 4,)
     assert block_fanouts(plan)[0].bytes == 12 * 2

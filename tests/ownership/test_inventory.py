@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megamuon.matrices import Kind, Layout, Route
+from megamuon.matrices import Kind, Route
 from megamuon.ownership.inventory import (
     ShapeTableError,
     UnknownModelError,
@@ -15,6 +15,7 @@ from megamuon.ownership.inventory import (
     inventory_names,
     parameters_from_table,
 )
+from megamuon.placements import Axis, Placement, Shard
 from tests.support.ownership import DATA
 
 SHAPES = json.loads((DATA / "model_shapes.json").read_text(encoding="utf-8"))["models"]
@@ -32,7 +33,7 @@ def test_totals_agree_with_the_published_tables(name: str, title: str) -> None:
 
 
 def test_embedding_and_head_are_even_and_the_rest_is_owned() -> None:
-    even = [p for p in inventory("qwen2.5-7b") if p.layout is Layout.EVEN]
+    even = [p for p in inventory("qwen2.5-7b") if not p.owned]
     assert [(p.name, p.kind) for p in even] == [
         ("model.embed_tokens.weight", Kind.EMBEDDING),
         ("lm_head.weight", Kind.HEAD),
@@ -42,7 +43,7 @@ def test_embedding_and_head_are_even_and_the_rest_is_owned() -> None:
 def test_routers_are_updated_by_adamw_on_their_owner_unless_asked_for() -> None:
     routers = [p for p in inventory("qwen1.5-moe-a2.7b") if p.kind is Kind.ROUTER]
     assert len(routers) == 48
-    assert {(p.route, p.layout) for p in routers} == {(Route.ADAMW_OWNER, Layout.OWNER)}
+    assert {(p.route, p.owned) for p in routers} == {(Route.ADAMW_OWNER, True)}
     counted = inventory("qwen1.5-moe-a2.7b", routers=Kind.MATRIX)
     assert sum(p.route is Route.MATRIX for p in counted) == 4536
     assert not any(p.kind is Kind.ROUTER for p in counted)
@@ -64,11 +65,12 @@ def test_cuts_by_name() -> None:
         f"{layer}.input_layernorm.weight": None,
     }
     for name, dim in dims.items():
-        cut = parameters[name].cut
-        assert (None if cut is None else cut.dim) == dim, name
-    assert parameters[f"{layer}.mlp.experts.7.down_proj.weight"].cut.bounds == (0, 704, 1408)
+        on_tp = parameters[name].compute.on(Axis.TP)
+        assert (on_tp.dim if isinstance(on_tp, Shard) else None) == dim, name
+    down = parameters[f"{layer}.mlp.experts.7.down_proj.weight"]
+    assert down.compute == Placement.of({Axis.TP: Shard(1, (0, 704, 1408))})
     uneven = cut_by_name(parameters_from_table([{"name": "a.q_proj.bias", "shape": [7]}]), 3)
-    assert uneven[0].cut.bounds == (0, 3, 6, 7)
+    assert uneven[0].compute == Placement.of({Axis.TP: Shard(0, (0, 3, 6, 7))})
     assert cut_by_name(inventory("qwen3-0.6b"), 1) == inventory("qwen3-0.6b")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamuon.matrices import Cut, Layout, LogicalParameter
+from megamuon.matrices import LogicalParameter
 from megamuon.ownership import (
     OwnershipPlan,
     PlanError,
@@ -19,8 +19,9 @@ from megamuon.ownership import (
     Topology,
     build_plan,
 )
+from megamuon.ownership.owners import tp_owners, with_owners, without_owners
 from megamuon.placements import Axis, Owned, Partial, Placement, Shard, piece_of
-from tests.support.ownership import golden_plan, parameter, random_model, table
+from tests.support.ownership import golden_plan, other_owners, parameter, random_model, table
 
 LAYER = "model.layers.3"
 UP = f"{LAYER}.mlp.up_proj.weight"
@@ -49,7 +50,8 @@ def small_plan(**changes: object) -> OwnershipPlan:
 def test_an_owned_parameter_is_one_segment_on_its_owner() -> None:
     plan = small_plan()
     owner = plan.owner_of(UP)
-    assert plan.segments(UP) == (Segment(owner, 0, 32),)
+    replica, shard = divmod(owner, 4)
+    assert plan.segments(UP) == (Segment(0, 32, shard, replica),)
     assert plan.owners[[u.name for u in plan.units].index(UP)] == owner
 
 
@@ -66,8 +68,8 @@ def test_even_slices_are_those_of_torch_chunk() -> None:
             plan = build_plan([table("t", rows, 3)], grid, lambda *shape: 1.0)
             chunks = [len(c) * 3 for c in torch.arange(rows).chunk(shards)]
             segments = plan.segments("t")
-            assert [stop - start for _, start, stop in segments] == chunks
-            assert [s.rank for s in segments] == list(range(len(chunks)))
+            assert [stop - start for start, stop, _, _ in segments] == chunks
+            assert [s.shard for s in segments] == list(range(len(chunks)))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -77,7 +79,7 @@ def test_segments_tile_every_parameter(seed: int) -> None:
     plan = build_plan(random_model(generator), grid, lambda *shape: 1.0, threshold=8)
     for p in plan.parameters:
         end = 0
-        for _, start, stop in plan.segments(p.name):
+        for start, stop, _, _ in plan.segments(p.name):
             assert start == end
             assert stop > start
             end = stop
@@ -105,20 +107,20 @@ def test_the_digest_does_not_depend_on_how_the_plan_was_made() -> None:
     assert len(small_plan().digest) == 64
 
 
-def changed(index: int, **changes: object) -> tuple[LogicalParameter, ...]:
-    entries = parameters()
+def changed(plan: OwnershipPlan, index: int, **changes: object) -> tuple[LogicalParameter, ...]:
+    entries = list(plan.parameters)
     entries[index] = replace(entries[index], **changes)
     return tuple(entries)
 
 
 DIFFERENCES: list[tuple[Callable[[OwnershipPlan], OwnershipPlan], str]] = [
-    (lambda p: replace(p, owners=(5, *p.owners[1:])), f"owner of {UP}: 0 here, 5 there"),
+    (lambda p: other_owners(p, (5, *p.owners[1:])), f"owner of {UP}: 0 here, 5 there"),
     (
         lambda p: replace(p, costs=(1.5, *p.costs[1:])),
         f"Newton-Schulz ms of {UP}: {32 / 3} here, 1.5 there",
     ),
     (
-        lambda p: replace(p, topology=Topology(replicas=4, shards=2)),
+        lambda p: replace(p, topology=Topology(replicas=4, shards=4)),
         "topology replicas: 2 here, 4 there",
     ),
     (
@@ -126,15 +128,15 @@ DIFFERENCES: list[tuple[Callable[[OwnershipPlan], OwnershipPlan], str]] = [
         "settings byte_cap: 0.1 here, None there",
     ),
     (
-        lambda p: replace(p, parameters=changed(1, shape=(4, 8))),
+        lambda p: replace(p, parameters=changed(p, 1, shape=(4, 8))),
         f"shape of parameter {UP}: [8, 4] here, [4, 8] there",
     ),
     (
-        lambda p: replace(p, parameters=changed(0, name="wte")),
+        lambda p: replace(p, parameters=changed(p, 0, name="wte")),
         "name of parameter 0: model.embed.weight here, wte there",
     ),
     (
-        lambda p: replace(p, parameters=changed(1, fusion="")),
+        lambda p: replace(p, parameters=changed(p, 1, fusion="")),
         f"fusion of parameter {UP}: gate|up here,  there",
     ),
     (
@@ -162,10 +164,13 @@ def test_each_difference_changes_the_digest_and_is_named(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"owners": (0, 0, 8)}, "is rank 8, of 8 ranks"),
-        ({"owners": (0, 0, -1)}, "is rank -1"),
-        ({"owners": (0, 0)}, "3 units, 2 owners and 3 costs"),
-        ({"units": (), "owners": (), "costs": ()}, "3 parameters in owner layout have no unit"),
+        ({"costs": (1.0, 1.0)}, "3 units and 2 costs"),
+        ({"topology": Topology(replicas=2, shards=1)}, "of the 1 ranks on the shard axis"),
+        (
+            {"parameters": tuple(parameters())},
+            "is stored by nobody of the 2 ranks on the replicate",
+        ),
+        ({"units": (), "costs": ()}, "3 owned parameters have no unit"),
     ],
 )
 def test_a_plan_that_contradicts_itself_cannot_be_made(
@@ -173,6 +178,22 @@ def test_a_plan_that_contradicts_itself_cannot_be_made(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         small_plan(**change)
+
+
+@pytest.mark.parametrize("wrong", [8, -1])
+def test_an_owner_must_be_a_rank_of_the_grid(wrong: int) -> None:
+    with pytest.raises(PlanError, match=f"is rank {wrong}, of 8 ranks"):
+        other_owners(small_plan(), (0, 0, wrong))
+
+
+def test_members_of_a_unit_have_one_owner() -> None:
+    plan = small_plan()
+    unit = max(plan.units, key=lambda unit: len(unit.members))
+    owners = dict.fromkeys(plan.homes, 0) | {unit.members[0]: 1}
+    elsewhere = with_owners(without_owners(plan.parameters), plan.topology, owners, {})
+    alone = replace(unit, members=tuple(owners))
+    with pytest.raises(PlanError, match="has members on several ranks"):
+        replace(plan, parameters=elsewhere, units=(alone,), costs=(1.0,))
 
 
 def test_a_parameter_in_two_units_is_refused() -> None:
@@ -186,7 +207,7 @@ def test_questions_without_an_answer() -> None:
     plan = small_plan()
     with pytest.raises(PlanError, match="no parameter named nothing"):
         plan.owner_of("nothing")
-    with pytest.raises(PlanError, match=r"embed\.weight is in even layout"):
+    with pytest.raises(PlanError, match=r"embed\.weight is in slices"):
         plan.owner_of("model.embed.weight")
 
 
@@ -200,10 +221,10 @@ def edited(**changes: object) -> str:
         ("{", "not valid JSON"),
         ("[]", "no ownership plan"),
         (edited(format="else"), "no ownership plan"),
-        (edited(version=2), "version 2; this code reads 1"),
+        (edited(version=3), "version 3; this code reads 1 and 2"),
         (edited(units=[]), "have no unit"),
-        (edited(topology={"rows": 2}), "wrong form"),
-        (edited(topology={"rows": 2, "columns": 0}), "shards must be"),
+        (edited(topology={"replicas": 2}), "wrong form"),
+        (edited(topology={"replicas": 2, "shards": 0}), "shards must be"),
         (edited(units=[{"name": "a"}]), "members"),
         (edited(units=[{"name": "a", "layer": "", "members": ["b"]}]), "'b'"),
         (edited(parameters=[{"name": "a"}]), "kind"),
@@ -215,14 +236,14 @@ def test_damaged_json_is_refused_by_name(text: str, message: str) -> None:
 
 
 def placed_plan() -> OwnershipPlan:
-    bounds = Cut(dim=0, bounds=(0, 5, 8))
+    bounds = Shard(0, (0, 5, 8))
     return build_plan(
         [
             parameter("owned", 8, 4, cut=bounds),
             parameter("whole", 6, 4),
             parameter("gain", 4, tp_partial=True),
-            parameter("sliced", 8, 4, layout=Layout.EVEN, cut=bounds),
-            table("table", 10, 4, cut=Cut(dim=0, bounds=(0, 6, 10))),
+            parameter("sliced", 8, 4, owned=False, cut=bounds),
+            table("table", 10, 4, cut=Shard(0, (0, 6, 10))),
         ],
         Topology(replicas=2, shards=2, tp=2),
         lambda rows, cols: rows * cols / 3,
@@ -261,7 +282,7 @@ def test_a_gradient_is_partial_where_ranks_saw_other_samples() -> None:
 
 def test_update_says_who_works_on_the_whole() -> None:
     plan = placed_plan()
-    tp_owner = Owned(plan.tp_owner_of("owned"))
+    tp_owner = Owned(tp_owners(plan.parameters)["owned"])
     assert plan.update("owned") == Placement.of({**owned(plan, "owned"), Axis.TP: tp_owner})
     assert plan.update("whole") == plan.storage("whole")
     assert plan.update("sliced") == Placement()  # every rank of every replica
@@ -282,10 +303,10 @@ def test_segments_are_the_pieces_of_the_storage(seed: int) -> None:
                 piece = piece_of(p.shape, plan.storage(p.name), grid.sizes, place)
                 if piece is None or not piece.numel:
                     continue
-                owned_by = grid.shards * replica + rank if p.layout is Layout.OWNER else rank
                 start = (piece.offset[0] if piece.offset else 0) * (
                     p.numel // max(1, (p.shape or (1,))[0])
                 )
-                if p.layout is Layout.OWNER or replica == 0:
-                    found.append(Segment(owned_by, start, start + piece.numel))
+                if p.owned or replica == 0:
+                    where = replica if p.owned else None
+                    found.append(Segment(start, start + piece.numel, rank, where))
         assert tuple(found) == plan.segments(p.name)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megamuon.matrices import Layout, LogicalParameter, Route
+from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership import (
     POLICIES,
     POLICY_UNITS,
@@ -80,7 +80,7 @@ def test_random_cases_follow_the_rule_and_have_one_owner_per_unit(seed: int) -> 
     found = assign(plan.units, plan.costs, grid, settings)  # before experts are evened out
     assert found == literal_rule(plan.units, plan.costs, grid, settings)
     members = Counter(name for u in plan.units for name in u.members)
-    owned = [p.name for p in parameters if p.layout is Layout.OWNER]
+    owned = [p.name for p in parameters if p.owned]
     assert members == Counter(owned)
     assert all(0 <= owner < grid.world for owner in plan.owners)
 
@@ -95,7 +95,7 @@ def test_owners_do_not_depend_on_the_order_of_the_parameters(policy: str) -> Non
         generator.shuffle(parameters)
         other = build_plan(parameters, grid, area, settings, threshold=8)
         for p in parameters:
-            if p.layout is Layout.OWNER:
+            if p.owned:
                 assert other.owner_of(p.name) == first.owner_of(p.name)
 
 
@@ -210,7 +210,7 @@ def test_cost_of_a_unit_is_the_sum_over_its_trained_matrices() -> None:
 
 
 def test_matrices_in_even_layout_need_no_cost() -> None:
-    even = parameter("m", 4, 4, layout=Layout.EVEN)
+    even = parameter("m", 4, 4, owned=False)
     nothing = CostTable(times={}, source="empty table")
     assert build_plan([even], fsdp(2), nothing).units == ()
 

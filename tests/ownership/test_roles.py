@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route
 from megamuon.ownership import (
     POLICIES,
     ROLE_POLICIES,
@@ -124,7 +124,7 @@ def test_scope_is_never_far_from_even(seed: int) -> None:
         total, largest = sum(held.values()), max(u.numel for u in plan.units)
         assert max(held.values()) <= total / 3 + largest
         assert Counter(name for u in plan.units for name in u.members) == Counter(
-            p.name for p in parameters if p.layout is Layout.OWNER
+            p.name for p in parameters if p.owned
         )
 
 
@@ -159,7 +159,7 @@ def test_two_segments_of_a_parameter_on_a_rank_are_refused(monkeypatch: pytest.M
     plan = build_plan(block("layers.0"), Topology(replicas=1, shards=2), lambda *_: 1.0)
     plan.check_contiguous()
     broken = replace(plan)
-    split = (Segment(1, 0, 8), Segment(0, 8, 12), Segment(1, 12, 16))
+    split = (Segment(0, 8, 1, 0), Segment(8, 12, 0, 0), Segment(12, 16, 1, 0))
     monkeypatch.setattr(type(broken), "segments", lambda self, name, tp_rank=0: split)
     with pytest.raises(PlanError, match=r"more than one segment of layers\.0\.q: \[1, 0, 1\]"):
         broken.check_contiguous()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megamuon.matrices import Cut, Layout, LogicalParameter, Route
+from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership import (
     OwnershipPlan,
     PlanError,
@@ -20,14 +20,16 @@ from megamuon.ownership import (
     tp_rank_times,
 )
 from megamuon.ownership.inventory import cut_by_name, inventory
+from megamuon.ownership.owners import tp_owners
 from megamuon.ownership.tensor_parallel import choose_tp_owners
-from tests.support.ownership import parameter
+from megamuon.placements import Axis, Owned, Placement, Shard
+from tests.support.ownership import other_owners, parameter
 
 
 def cut(name: str, rows: int, cols: int, tp: int = 2, **changes: object) -> LogicalParameter:
     share = -(-rows // tp)
     bounds = tuple(min(piece * share, rows) for piece in range(tp + 1))
-    return parameter(name, rows, cols, cut=Cut(dim=0, bounds=bounds), **changes)
+    return parameter(name, rows, cols, cut=Shard(0, bounds), **changes)
 
 
 def area(rows: int, cols: int) -> float:
@@ -41,7 +43,7 @@ def small_plan(**changes: object) -> OwnershipPlan:
         cut("c", 5, 4),
         parameter("whole", 3, 3),
         cut("adam", 9, 9, route=Route.ADAMW_OWNER),
-        parameter("bias", 5, cut=Cut(dim=0, bounds=(0, 3, 5))),
+        parameter("bias", 5, cut=Shard(0, (0, 3, 5))),
     ]
     settings = PlannerSettings(byte_cap=None)
     grid = Topology(replicas=1, shards=1, tp=2)
@@ -51,8 +53,10 @@ def small_plan(**changes: object) -> OwnershipPlan:
 def test_longest_first_inside_the_bucket() -> None:
     plan = small_plan()
     # 64 to tp rank 0, then 48 and 20 to tp rank 1 (48 < 64)
-    assert plan.tp_owners == (("a", 0), ("b", 1), ("c", 1))
-    assert [plan.tp_owner_of(name) for name in ("a", "b", "c", "whole", "adam")] == [0, 1, 1, 0, 0]
+    assert tp_owners(plan.parameters) == {"a": 0, "b": 1, "c": 1}
+    assert plan.update("a").on(Axis.TP) == Owned(0)
+    assert plan.update("whole") == plan.storage("whole")
+    assert plan.update("adam") == plan.storage("adam")
 
 
 def test_ties_go_to_more_elements_then_the_name() -> None:
@@ -69,20 +73,21 @@ def test_each_data_parallel_owner_is_a_bucket_of_its_own() -> None:
     assert chosen == (("a", 0), ("b", 0), ("c", 1), ("d", 1))
 
 
-def test_even_layout_is_one_bucket_and_needs_its_costs() -> None:
-    matrices = [
-        cut(f"layers.{i}.w", 4, 4, layer=f"layers.{i}", layout=Layout.EVEN) for i in range(4)
-    ]
-    assert muon_shapes(matrices) == ((4, 4),)
+def test_slices_are_worked_on_by_every_tp_rank_and_need_no_costs() -> None:
+    matrices = [cut(f"layers.{i}.w", 4, 4, layer=f"layers.{i}", owned=False) for i in range(4)]
+    assert muon_shapes(matrices) == ()
     plan = build_plan(matrices, Topology(replicas=2, shards=2, tp=2), area)
-    assert [rank for _, rank in plan.tp_owners] == [0, 1, 0, 1]
+    assert tp_owners(plan.parameters) == {}
+    assert {plan.update(p.name) for p in matrices} == {Placement()}
+    times = tp_rank_times(plan, area)
+    assert (times == 4 * area(4, 4)).all()
     assert plan.owners == ()
 
 
 def test_no_tp_owner_without_tensor_parallelism() -> None:
     plan = build_plan([parameter("a", 4, 4)], Topology(replicas=1, shards=2), area)
-    assert plan.tp_owners == ()
-    assert plan.tp_owner_of("a") == 0
+    assert tp_owners(plan.parameters) == {}
+    assert plan.update("a") == plan.storage("a")
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -90,8 +95,10 @@ def test_tp_ranks_share_the_work_of_a_real_model(tp: int) -> None:
     parameters = cut_by_name(inventory("qwen2.5-7b"), tp)
     cost = closed_form_cost()
     plan = build_plan(parameters, Topology(replicas=2, shards=4, tp=tp), cost)
-    wanted = sorted(p.name for p in parameters if p.route is Route.MATRIX and p.cut is not None)
-    assert [name for name, _ in plan.tp_owners] == wanted
+    wanted = sorted(
+        p.name for p in parameters if p.route is Route.MATRIX and p.compute != Placement()
+    )
+    assert list(tp_owners(plan.parameters)) == wanted
     times = tp_rank_times(plan, cost)
     whole = np.zeros(8)
     for owner, ms in zip(plan.owners, plan.costs, strict=True):
@@ -106,45 +113,45 @@ def test_a_plan_with_tp_owners_survives_json() -> None:
     again = OwnershipPlan.from_json(plan.to_json())
     assert again == plan
     assert again.digest == plan.digest
-    assert json.loads(plan.to_json())["tp_owners"] == [["a", 0], ["b", 1], ["c", 1]]
+    stored = {entry["name"]: entry for entry in json.loads(plan.to_json())["parameters"]}
+    assert stored["b"]["update"]["tp"] == ["owned", 1]
+    assert stored["b"]["storage"]["tp"] == ["shard", 0, [0, 3, 6]]
 
 
 def test_a_different_tp_owner_changes_the_digest_and_is_named() -> None:
     plan = small_plan()
-    other = small_plan(tp_owners=(("a", 0), ("b", 0), ("c", 1)))
+    other = other_owners(plan, tp={"a": 0, "b": 0, "c": 1})
     assert other.digest != plan.digest
     assert plan.first_difference(other) == "tp owner of b: 1 here, 0 there"
     assert other.first_difference(plan) == "tp owner of b: 0 here, 1 there"
 
 
 @pytest.mark.parametrize(
-    ("owners", "message"),
+    ("change", "message"),
     [
-        ((("a", 2), ("b", 1), ("c", 1)), "tp owner of a is tp rank 2, of 2 tp ranks"),
-        ((("a", -1), ("b", 1), ("c", 1)), "tp owner of a is tp rank -1"),
-        (
-            (("a", 0), ("b", 1), ("c", 1), ("whole", 0)),
-            "whole has tp owner 0 but is no Muon matrix",
-        ),
-        ((("a", 0), ("adam", 0), ("b", 1), ("c", 1)), "adam has tp owner 0 but is no Muon matrix"),
-        ((("a", 0), ("b", 1), ("c", 1), ("d", 1)), "d has tp owner 1 but is no"),
-        ((("a", 0), ("b", 1)), "1 cut matrices have no tp owner, e.g. c"),
-        ((("b", 1), ("a", 0), ("c", 1)), "sorted by name"),
-        ((("a", 0), ("a", 1), ("b", 1), ("c", 1)), "name each matrix once"),
+        ({"a": 2}, "tp owner of a is tp rank 2, of 2 tp ranks"),
+        ({"a": -1}, "tp owner of a is tp rank -1"),
+        ({"whole": 0}, "whole has tp owner 0 but is no matrix"),
+        ({"adam": 0}, "adam has tp owner 0 but is no matrix"),
+        ({"d": 1}, "d has tp owner 1 but is no"),
+        ({"c": None}, r"c \[5, 4\] is updated by nobody of the 2 ranks on the tp axis"),
     ],
 )
 def test_tp_owners_that_contradict_the_plan_are_refused(
-    owners: tuple[tuple[str, int], ...], message: str
+    change: dict[str, int | None], message: str
 ) -> None:
+    chosen = {"a": 0, "b": 1, "c": 1} | change
+    owners = {name: rank for name, rank in chosen.items() if rank is not None}
     with pytest.raises(PlanError, match=message):
-        small_plan(tp_owners=owners)
+        other_owners(small_plan(), tp=owners)
 
 
 def test_a_cut_that_does_not_make_one_piece_per_tp_rank_is_refused() -> None:
     for wrong in (
-        Cut(dim=0, bounds=(0, 8)),
-        Cut(dim=0, bounds=(0, 3, 7)),
-        Cut(dim=2, bounds=(0, 4, 8)),
+        Shard(0, (0, 8)),
+        Shard(0, (0, 3, 7)),
+        Shard(2, (0, 4, 8)),
+        Shard(0),
     ):
         with pytest.raises(PlanError, match=r"a \[8, 8\] is cut along dim \d at .*2 pieces"):
             build_plan(
@@ -156,8 +163,8 @@ def test_a_cut_that_does_not_make_one_piece_per_tp_rank_is_refused() -> None:
 
 def test_segments_are_those_of_the_piece() -> None:
     plan = small_plan()
-    assert [plan.segments("c", tp_rank)[0][1:] for tp_rank in (0, 1)] == [(0, 12), (0, 8)]
-    even = cut("w", 5, 2, layout=Layout.EVEN)
+    assert [plan.segments("c", tp_rank)[0][:2] for tp_rank in (0, 1)] == [(0, 12), (0, 8)]
+    even = cut("w", 5, 2, owned=False)
     plan = build_plan([even], Topology(replicas=1, shards=2, tp=2), area)
-    assert [s[1:] for s in plan.segments("w", 0)] == [(0, 4), (4, 6)]
-    assert [s[1:] for s in plan.segments("w", 1)] == [(0, 2), (2, 4)]
+    assert [s[:2] for s in plan.segments("w", 0)] == [(0, 4), (4, 6)]
+    assert [s[:2] for s in plan.segments("w", 1)] == [(0, 2), (2, 4)]

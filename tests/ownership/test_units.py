@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megamuon.matrices import Kind, Layout, Route
+from megamuon.matrices import Kind, Route
 from megamuon.ownership import UNIT_THRESHOLD, build_units
 from megamuon.ownership.inventory import inventory
 from tests.support.ownership import parameter, table
@@ -123,7 +123,7 @@ def test_expert_flag_counts_not_the_name() -> None:
 
 def test_frozen_matrices_are_owned_and_even_layout_is_not() -> None:
     frozen = parameter("frozen", 3000, 3000, route=Route.FROZEN)
-    head = parameter("head", 9, 9, kind=Kind.HEAD, layout=Layout.EVEN, route=Route.ADAMW_SHARDED)
+    head = parameter("head", 9, 9, kind=Kind.HEAD, owned=False, route=Route.ADAMW_SHARDED)
     assert [u.name for u in build_units([frozen, head, table("embedding", 4, 4)])] == ["frozen"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megamuon.ownership.inventory import cut_by_name, inventory
+from megamuon.ownership.owners import tp_owners
 from megamuon.ownership.planner import build_plan
 from megamuon.ownership.settings import Topology
 from megamuon.ownership.update_plan import (
@@ -220,17 +221,18 @@ def test_matrices_of_a_model_go_to_their_tp_owners_and_back(tp: int) -> None:
     plan = build_plan(
         parameters, Topology(replicas=2, shards=2, tp=tp), lambda rows, cols: rows * cols
     )
-    update = compile_update(matrices_of(plan, parameters), plan.topology.sizes, torch.float32)
+    update = compile_update(matrices_of(plan.parameters), plan.topology.sizes, torch.float32)
     assert len(update.matrices) == 196
     if tp == 1:
         assert update.moves == ()
         return
     there, back = update.moves
+    owners = tp_owners(plan.parameters)
     away = sum(
         p.piece_numel(rank)
         for p in parameters
         for rank in range(tp)
-        if p.name in dict(plan.tp_owners) and rank != plan.tp_owner_of(p.name)
+        if p.name in owners and rank != owners[p.name]
     )
     assert there.parameters == back.parameters == tuple(m.name for m in update.matrices)
     assert there.nbytes == back.nbytes == away * 4

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from megamuon.kernels.linear import adjacent
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route, placements_for
+from megamuon.placements import Placed
 from megamuon.runtime.buffers import ALIGNMENT, FlatBuffer, place
 
 
@@ -17,7 +18,7 @@ def parameter(name: str, *shape: int, fusion: str = "") -> LogicalParameter:
         shape=shape,
         kind=Kind.MATRIX,
         route=Route.MATRIX,
-        layout=Layout.OWNER,
+        **placements_for(Route.MATRIX, Placed(shape=shape), owned=True),
         reason="test",
         fusion=fusion,
     )

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route, placements_for
+from megamuon.placements import Placed
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
 
 
@@ -18,7 +19,7 @@ def parameter(kind: Kind, *shape: int) -> LogicalParameter:
         shape=shape,
         kind=kind,
         route=Route.ADAMW_OWNER,
-        layout=Layout.OWNER,
+        **placements_for(Route.ADAMW_OWNER, Placed(shape=shape), owned=True),
         reason="test",
     )
 

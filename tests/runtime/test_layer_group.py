@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route, placements_for
 from megamuon.mesh import Mesh
 from megamuon.ownership import Topology, build_plan, closed_form_cost
 from megamuon.ownership.groups import group_of
+from megamuon.placements import Placed
 from megamuon.runtime.layer_group import LayerGroup
 
 
@@ -17,7 +18,7 @@ def parameter(name: str, *shape: int, route: Route, even: bool = False) -> Logic
         shape=shape,
         kind=Kind.MATRIX,
         route=route,
-        layout=Layout.EVEN if even else Layout.OWNER,
+        **placements_for(route, Placed(shape=shape), owned=not even),
         reason="test",
         layer="layers.0",
     )
@@ -38,7 +39,7 @@ def groups(world: int) -> list[LayerGroup]:
         LayerGroup(
             index=0,
             key=group_of(PARAMETERS[0]),
-            parameters=PARAMETERS,
+            parameters=plan.parameters,
             plan=plan,
             mesh=Mesh(
                 world_size=world,

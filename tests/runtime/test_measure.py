@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route, placements_for
+from megamuon.placements import Placed
 from megamuon.runtime.measure import CACHE, cost_function
 from tests.support.runtime_config import plain_config
 
@@ -17,7 +18,7 @@ MATRIX = LogicalParameter(
     shape=(8, 16),
     kind=Kind.MATRIX,
     route=Route.MATRIX,
-    layout=Layout.OWNER,
+    **placements_for(Route.MATRIX, Placed(shape=(8, 16)), owned=True),
     reason="test",
 )
 F64 = {"compute_dtype": torch.float64, "reduce_dtype": torch.float64, "master_dtype": torch.float64}

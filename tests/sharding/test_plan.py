@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from megamuon.matrices import Placement, collect
+from megamuon.matrices import collect
 from megamuon.models import GPT, PRESETS, GPTConfig, gpt_config_from_flags
+from megamuon.placements import Axis, Partial, Placed, Placement, Shard
 from megamuon.sharding import BoundaryType, Flow, Role, ShardingError, ShardingPlan, plan_sharding
 from tests.support.models import GPT2, small_config
 
@@ -57,13 +58,17 @@ def preset_model(name: str) -> GPT:
 
 
 def bounds(plan: ShardingPlan, name: str) -> tuple[int, tuple[int, ...]]:
-    cut = plan.placements[name].cut
-    assert cut is not None, name
+    placed = plan.placements[name]
+    cut = placed.compute.on(Axis.TP)
+    assert isinstance(cut, Shard), name
+    assert cut.bounds is not None
+    assert placed.gradient == placed.compute == Placement.of({Axis.TP: cut})
     return cut.dim, cut.bounds
 
 
 def partial(plan: ShardingPlan) -> set[str]:
-    return {name for name, placement in plan.placements.items() if placement.partial}
+    summed = Placement.of({Axis.TP: Partial()})
+    return {name for name, placed in plan.placements.items() if placed.gradient == summed}
 
 
 def test_nano_by_whole_groups_and_uneven() -> None:
@@ -79,7 +84,7 @@ def test_nano_by_whole_groups_and_uneven() -> None:
     assert bounds(plan, mlp + "down_proj.weight") == (1, (0, 44, 87))
     assert bounds(plan, "model.embed_tokens.weight") == (0, (0, 129, 257))
     assert plan.placements["lm_head.weight"] == plan.placements["model.embed_tokens.weight"]
-    assert plan.placements["model.norm.weight"] == Placement(shape=(50,))
+    assert plan.placements["model.norm.weight"] == Placed(shape=(50,))
     assert partial(plan) == set()
 
 
@@ -89,10 +94,10 @@ def test_biases_and_learned_positions() -> None:
     layer = "model.layers.0."
     for plan in (whole, cut):
         assert bounds(plan, layer + "mlp.up_proj.bias") == (0, (0, 40, 80))
-        assert plan.placements[layer + "mlp.down_proj.bias"].cut is None
-        assert plan.placements["model.position_embeddings.weight"].cut is None
+        assert plan.placements[layer + "mlp.down_proj.bias"].compute == Placement()
+        assert plan.placements["model.position_embeddings.weight"].compute == Placement()
     assert partial(whole) == set()
-    replicated = {name for name, placement in cut.placements.items() if placement.cut is None}
+    replicated = {name for name, p in cut.placements.items() if p.compute == Placement()}
     assert partial(cut) == replicated
     assert {
         layer + "mlp.down_proj.bias",
@@ -107,7 +112,7 @@ def test_head_norms_are_partial_wherever_heads_are_cut() -> None:
     plan = plan_sharding(meta(small_config(qk_layernorm=True, tied_embeddings=False)), tp=2)
     layers = [f"model.layers.{n}.self_attn.{c}_norm.weight" for n in (0, 1) for c in "qk"]
     assert partial(plan) == set(layers)
-    assert plan.placements["lm_head.weight"].cut is not None
+    assert plan.placements["lm_head.weight"].compute != Placement()
 
 
 def test_experts() -> None:
@@ -128,8 +133,8 @@ def test_experts() -> None:
 def test_a_router_with_a_capacity_does_all_of_its_work_on_every_rank() -> None:
     config = dataclasses.replace(preset("nano-moe"), capacity_factor=1.0)
     plan = plan_sharding(meta(config), tp=2, sequence_parallel=True)
-    assert not plan.placements["model.layers.0.mlp.gate.weight"].partial
-    assert plan.placements["model.layers.0.mlp.shared_expert_gate.weight"].partial
+    assert "model.layers.0.mlp.gate.weight" not in partial(plan)
+    assert "model.layers.0.mlp.shared_expert_gate.weight" in partial(plan)
     contracts = {b.path: b.contract for b in plan.boundaries}
     assert contracts["model.layers.0.mlp.gate"].computed is Flow.WHOLE
 
@@ -164,11 +169,11 @@ def test_every_preset_has_a_plan_or_a_clear_error(name: str, tp: int) -> None:
     assert names == set(plan.placements)
     for parameter in parameters:
         pieces = [parameter.piece_numel(rank) for rank in range(tp)]
-        if parameter.cut is not None:
+        if parameter.compute != Placement():
             assert sum(pieces) == parameter.numel
             assert min(pieces) > 0
         if parameter.kind == "matrix":
-            assert parameter.cut is not None
+            assert parameter.compute != Placement()
 
 
 def test_digest_and_json_follow_the_plan() -> None:
@@ -182,13 +187,15 @@ def test_digest_and_json_follow_the_plan() -> None:
     assert len({first.digest, *(plan.digest for plan in others)}) == 3
     body = json.loads(first.to_json())
     assert body["parameters"][0]["name"] == "model.embed_tokens.weight"
-    assert body["parameters"][0]["placement"]["cut"] == {"bounds": [0, 129, 257], "dim": 0}
+    assert body["parameters"][0]["placement"]["compute"] == {
+        "axes": [["tp", {"bounds": [0, 129, 257], "dim": 0}]]
+    }
 
 
 def test_one_rank_needs_no_rules() -> None:
     plan = plan_sharding(nn.Sequential(nn.Linear(2, 3)), tp=1, sequence_parallel=True)
     assert not plan.sequence_parallel
-    assert plan.placements["0.weight"] == Placement(shape=(3, 2))
+    assert plan.placements["0.weight"] == Placed(shape=(3, 2))
     assert {entry.role for entry in plan.parameters} == {Role.REPLICATED}
 
 

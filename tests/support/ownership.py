@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route, placements_for
 from megamuon.ownership import CostTable, OwnershipPlan, PlannerSettings, Topology, build_plan
 from megamuon.ownership.inventory import inventory
+from megamuon.ownership.owners import tp_owners, with_owners, without_owners
+from megamuon.placements import Axis, Partial, Placed, Placement, Shard
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 GOLDENS = json.loads((DATA / "planner_goldens.json").read_text(encoding="utf-8"))
@@ -27,15 +31,32 @@ INVENTORY_OF = {
 }
 
 
-def parameter(name: str, *shape: int, layer: str = "", **changes: object) -> LogicalParameter:
-    """A Muon matrix in owner layout; AdamW on the owner where it is not 2-D."""
+def parameter(
+    name: str,
+    *shape: int,
+    layer: str = "",
+    owned: bool = True,
+    cut: Shard | None = None,
+    tp_partial: bool = False,
+    **changes: object,
+) -> LogicalParameter:
+    """An owned Muon matrix; AdamW on the owner where it is not 2-D.
+
+    ``owned=False``: in slices. ``cut``: by tensor parallelism; ``tp_partial``: a whole of which
+    each tp rank's gradient is a summand.
+    """
     matrix = len(shape) == 2
+    compute = gradient = Placement() if cut is None else Placement.of({Axis.TP: cut})
+    if tp_partial:
+        gradient = Placement.of({Axis.TP: Partial()})
+    route = changes.get("route", Route.MATRIX if matrix else Route.ADAMW_OWNER)
+    placed = Placed(shape=shape, compute=compute, gradient=gradient)
     values: dict[str, object] = {
         "name": name,
         "shape": shape,
         "kind": Kind.MATRIX if matrix else Kind.VECTOR,
-        "route": Route.MATRIX if matrix else Route.ADAMW_OWNER,
-        "layout": Layout.OWNER,
+        "route": route,
+        **placements_for(route, placed, owned=owned),
         "reason": "test",
         "layer": layer,
     }
@@ -43,9 +64,22 @@ def parameter(name: str, *shape: int, layer: str = "", **changes: object) -> Log
 
 
 def table(name: str, *shape: int, **changes: object) -> LogicalParameter:
-    """An embedding: sharded AdamW in even layout."""
-    even = {"kind": Kind.EMBEDDING, "route": Route.ADAMW_SHARDED, "layout": Layout.EVEN}
+    """An embedding: sharded AdamW on slices."""
+    even = {"kind": Kind.EMBEDDING, "route": Route.ADAMW_SHARDED, "owned": False}
     return parameter(name, *shape, **{**even, **changes})
+
+
+def other_owners(
+    plan: OwnershipPlan,
+    owners: Sequence[int] | None = None,
+    tp: Mapping[str, int] | None = None,
+) -> OwnershipPlan:
+    """The same plan with other owners of its units, by data-parallel rank, or other tp owners."""
+    units = zip(plan.units, plan.owners if owners is None else owners, strict=True)
+    by_name = {name: owner for unit, owner in units for name in unit.members}
+    on_tp = tp_owners(plan.parameters) if tp is None else tp
+    asked = without_owners(plan.parameters)
+    return replace(plan, parameters=with_owners(asked, plan.topology, by_name, on_tp))
 
 
 def random_model(generator: random.Random) -> list[LogicalParameter]:

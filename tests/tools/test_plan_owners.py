@@ -13,6 +13,8 @@ from megamuon.matrices import LogicalParameter, Route
 from megamuon.models import PRESETS
 from megamuon.ownership import POLICIES, OwnershipPlan
 from megamuon.ownership.inventory import inventory, inventory_names
+from megamuon.ownership.owners import tp_owners
+from megamuon.placements import Axis, Placement, Shard
 from tests.support.ownership import CASES
 from tools import plan_owners
 from tools.bench import planner
@@ -123,7 +125,7 @@ def test_each_switch_changes_the_plan(tmp_path: Path, model: str, switch: list[s
         plan_owners.main(["--model", model, *grid, *extra, "--plan", str(path)])
         plan = OwnershipPlan.from_json(path.read_text(encoding="utf-8"))
         units = tuple(u.members for u in plan.units)
-        digests.append((plan.owners, plan.costs, plan.tp_owners, units))
+        digests.append((plan.owners, plan.costs, plan.parameters, units))
     assert digests[0] != digests[1]
 
 
@@ -192,8 +194,8 @@ def test_tensor_parallelism_shares_the_time_and_the_grid(tmp_path: Path) -> None
     found = figures(tmp_path, *grid, "--tp", "2", "--plan", str(tmp_path / "plan.json"))
     plan = OwnershipPlan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert (plan.topology.replicas, plan.topology.shards, plan.topology.tp) == (2, 2, 2)
-    assert found["tp"]["owners"] == dict(plan.tp_owners)
-    assert len(plan.tp_owners) == 196
+    assert found["tp"]["owners"] == tp_owners(plan.parameters)
+    assert len(found["tp"]["owners"]) == 196
     assert 1.0 <= found["tp"]["slowest_over_mean_ns"] < 1.2
 
 
@@ -202,8 +204,10 @@ def test_presets_are_cut_as_a_run_cuts_them(capsys: pytest.CaptureFixture[str]) 
     parameters = {p.name: p for p in plan_owners.parameters_for("llama3-8b", 3)}
     layer = "model.layers.0.self_attn"
     for name, bounds in (("q_proj", (0, 1536, 3072, 4096)), ("k_proj", (0, 384, 768, 1024))):
-        assert parameters[f"{layer}.{name}.weight"].cut.bounds == bounds
-    assert parameters[f"{layer}.o_proj.weight"].cut.bounds == (0, 1536, 3072, 4096)
+        rows = Placement.of({Axis.TP: Shard(0, bounds)})
+        assert parameters[f"{layer}.{name}.weight"].compute == rows
+    columns = Placement.of({Axis.TP: Shard(1, (0, 1536, 3072, 4096))})
+    assert parameters[f"{layer}.o_proj.weight"].compute == columns
     text = failure(capsys, "--model", "qwen2.5-0.5b", "--gpus-per-node", "4", "--tp", "4")
     assert "2 key/value groups" in text
 
@@ -255,7 +259,9 @@ def test_every_model_of_the_list_can_be_planned(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("name", [name for name in PRESETS if name in inventory_names()])
 def test_presets_have_the_parameters_of_the_published_table(name: str) -> None:
     def facts(parameters: tuple[LogicalParameter, ...]) -> set[tuple[object, ...]]:
-        return {(p.name, p.shape, p.kind, p.route, p.layout, p.layer) for p in parameters}
+        return {
+            (p.name, p.shape, p.kind, p.route, p.storage, p.update, p.layer) for p in parameters
+        }
 
     assert facts(plan_owners.parameters_for(name)) == facts(inventory(name))
 

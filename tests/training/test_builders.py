@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megamuon.arguments import Config, parse_config
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route
+from megamuon.matrices import Kind, LogicalParameter, Route, placements_for
 from megamuon.models import PRESETS
 from megamuon.optim import RECIPES, MuonConfig, NorMuonConfig, Schedule, update_scale
+from megamuon.placements import Placed
 from megamuon.runtime import OptimizerSettings, RuntimeConfig
 from megamuon.training.builders import (
     Grid,
@@ -306,7 +307,7 @@ def parameter(kind: Kind) -> LogicalParameter:
         shape=(2, 2),
         kind=kind,
         route=Route.ADAMW_OWNER,
-        layout=Layout.OWNER,
+        **placements_for(Route.ADAMW_OWNER, Placed(shape=(2, 2)), owned=True),
         reason="",
     )
 

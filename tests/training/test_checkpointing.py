@@ -181,18 +181,23 @@ def test_a_stored_plan_is_for_a_grid_of_its_shape(saved: Path) -> None:
 def test_a_plan_from_before_tensor_parallelism_is_reused(saved: Path) -> None:
     stored = documents(saved, 4)
     plan = stored["plan"]
-    del plan["topology"]["tp"], plan["tp_owners"]
+    plan |= {"version": 1, "topology": {"rows": 1, "columns": 1}}
     for name in ("balance_gain", "workspace_growth", "workspace_cap_mib"):
         del plan["settings"][name]
+    plan["settings"]["balance_columns"] = plan["settings"].pop("balance_rails")
     for parameter in plan["parameters"]:
-        del parameter["cut"], parameter["tp_partial"]
+        owned = parameter.pop("storage")["shard"][0] == "owned"
+        parameter["layout"] = "owner" if owned else "even"
+        del parameter["update"], parameter["gradient"]
+    for unit in plan["units"]:
+        unit["owner"] = 0
     old = Source(directory=saved, iteration=4, documents=stored, weights_only=False)
     new = Source(directory=saved, iteration=4, documents=documents(saved, 4), weights_only=False)
     assert old.plan == new.plan is not None
     assert old.plan_for(place(0, 1, 1, 1)) is old.plan
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"settings": {"unknown": 1}}, {"units": None}])
+@pytest.mark.parametrize("change", [{"version": 3}, {"settings": {"unknown": 1}}, {"units": None}])
 def test_a_plan_that_cannot_be_read_is_named_and_made_anew(
     change: dict[str, object],
     saved: Path,

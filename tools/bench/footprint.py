@@ -125,7 +125,7 @@ def plan_bytes(plan: OwnershipPlan, rank: int) -> int:
     total = 0
     for parameter in plan.parameters:
         for segment in plan.segments(parameter.name):
-            if segment.rank == rank and parameter.trainable:
+            if segment.held_at(*divmod(rank, plan.topology.shards)) and parameter.trainable:
                 per_element = 2 * FP32 + STATE_PER_ELEMENT[parameter.route]
                 total += (segment.stop - segment.start) * per_element
                 total += 0 if parameter.route is Route.MATRIX else SCALAR

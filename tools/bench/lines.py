@@ -9,9 +9,9 @@
 train the same preset from the same weights on the same tokens in one process group, in turns. A
 phase is the work of the slowest rank in it; time that a rank stands in a wait is exposed
 communication, or publish wait where it waits for another replica's new weights. Bytes are counted
-from the collective calls of a step and compared with the closed forms (``formulas.py`` states
-them), resident bytes with the paper's section 4.4 and with each rank's plan. Line D's pool and
-control memory come on top of that section's forms; the pool is compared with its own plan.
+from the collective calls of a step and compared with the closed forms (``ownership/estimate.py``
+states them), resident bytes with the paper's section 4.4 and with each rank's plan. Line D's pool
+and control memory come on top of that section's forms; the pool is compared with its own plan.
 
     python tools/bench/lines.py --model tiny --ranks 4 --json out.json
 

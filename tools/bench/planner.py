@@ -17,7 +17,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megamuon.console import run_script  # noqa: E402
-from megamuon.matrices import Kind, Layout, LogicalParameter, Route  # noqa: E402
+from megamuon.matrices import (  # noqa: E402
+    Kind,
+    LogicalParameter,
+    Route,
+    placements_for,
+)
 from megamuon.ownership import (  # noqa: E402
     POLICIES,
     PlannerSettings,
@@ -26,6 +31,7 @@ from megamuon.ownership import (  # noqa: E402
     closed_form_cost,
     summarize,
 )
+from megamuon.placements import Placed  # noqa: E402
 from tools.figures import add_json_flag, write_json  # noqa: E402
 
 
@@ -35,13 +41,14 @@ def synthetic_model(units: int, layers: int) -> list[LogicalParameter]:
     parameters = []
     for index in range(units):
         layer = f"model.layers.{index * layers // units}"
+        shape = shapes[index % len(shapes)]
         parameters.append(
             LogicalParameter(
                 name=f"{layer}.mlp.experts.{index}.weight",
-                shape=shapes[index % len(shapes)],
+                shape=shape,
                 kind=Kind.MATRIX,
                 route=Route.MATRIX,
-                layout=Layout.OWNER,
+                **placements_for(Route.MATRIX, Placed(shape=shape), owned=True),
                 reason="synthetic",
                 layer=layer,
                 expert=True,
