@@ -69,7 +69,7 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
 GOOD = {
     "megamuon/__init__.py": "",
     "megamuon/runtime/__init__.py": "from megamuon.optim.muon import update",
-    "megamuon/runtime/step.py": "from megamuon.collectives import base",
+    "megamuon/runtime/owner_step.py": "from megamuon.collectives import base",
     "megamuon/optim/muon.py": "from megamuon import matrices",
     "megamuon/matrices.py": "import torch",
     "megamuon/mesh.py": "import torch.distributed\nNAME = 'RANK'",

@@ -28,7 +28,7 @@ from megamuon.models import layers as layers_module
 from megamuon.models.config import GPTConfig, RecomputeConfig
 from megamuon.models.moe import MoEBlock
 from megamuon.optim import Item, NorMuon, NorMuonConfig, Shampoo, ShampooConfig
-from megamuon.optim.whole import MatrixRule
+from megamuon.optim.matrix_rule import MatrixRule
 from megamuon.runtime.shard import parameter_seed
 
 # Polar Express with every polynomial scaled by 1.05, as the specification prints it to six digits.

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from megamuon.arguments.config import Config
 from megamuon.arguments.derive import places
-from megamuon.arguments.facts import Facts
+from megamuon.arguments.run_context import RunContext
 from megamuon.optim.registry import RECIPES
 
 
-def check_grid(config: Config, facts: Facts) -> list[str]:
+def check_grid(config: Config, context: RunContext) -> list[str]:
     """Ranks must divide into replicas, shards and tensor-parallel ranks."""
     flags, problems = config.parallel, []
-    tp, size, world = flags.tensor_model_parallel_size, flags.shard_size, facts.world_size
+    tp, size, world = flags.tensor_model_parallel_size, flags.shard_size, context.world_size
     ranks = places(tp, world)
     if ranks is None and tp > 0:
         problems.append(
@@ -32,15 +32,15 @@ def check_grid(config: Config, facts: Facts) -> list[str]:
             "--zero-stage 1: not applicable with --sharding hsdp, whose replicas gather; use 2 or"
             " 3, or --sharding fsdp"
         )
-    if "shard_size" in facts.unusable or ranks is None:
+    if "shard_size" in context.unusable or ranks is None:
         return problems
     if size is None:
         problems.append(
-            f"--sharding hsdp: the {facts.local_world_size or world} ranks of a node do not divide"
-            f" by --tensor-model-parallel-size {tp}; give --shard-size"
+            f"--sharding hsdp: the {context.local_world_size or world} ranks of a node do not"
+            f" divide by --tensor-model-parallel-size {tp}; give --shard-size"
         )
     elif size > 0 and ranks % size:
-        origin = "" if "shard_size" in facts.explicit else " (the ranks of this node)"
+        origin = "" if "shard_size" in context.explicit else " (the ranks of this node)"
         of = f"{ranks} data-parallel ranks"
         if tp > 1:
             of += f" ({world} ranks / --tensor-model-parallel-size {tp})"
@@ -48,7 +48,7 @@ def check_grid(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_tensor_parallel(config: Config, facts: Facts) -> list[str]:
+def check_tensor_parallel(config: Config, context: RunContext) -> list[str]:
     """Every tensor-parallel rank needs a part of everything that is cut."""
     model, tp = config.model, config.parallel.tensor_model_parallel_size
     if tp <= 1:
@@ -79,10 +79,10 @@ def check_tensor_parallel(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_line(config: Config, facts: Facts) -> list[str]:
+def check_line(config: Config, context: RunContext) -> list[str]:
     """Layout, collectives and update must be a combination that exists."""
     owners, chosen = config.ownership, config.optimizer.optimizer
-    if "optimizer" in facts.unusable:
+    if "optimizer" in context.unusable:
         return []
     whole = RECIPES[chosen].whole
     layout, moves, update = owners.param_layout, owners.collectives, owners.matrix_update
@@ -130,7 +130,7 @@ def check_line(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_stages(config: Config, facts: Facts) -> list[str]:
+def check_stages(config: Config, context: RunContext) -> list[str]:
     """What line M and the ZeRO-1 baseline do not go with."""
     owners, flags, problems = config.ownership, config.parallel, []
     if owners.line == "M":
@@ -156,7 +156,7 @@ def check_stages(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_ownership(config: Config, facts: Facts) -> list[str]:
+def check_ownership(config: Config, context: RunContext) -> list[str]:
     """Where costs come from."""
     ownership, problems = config.ownership, []
     if ownership.ns_cost == "file" and ownership.ns_cost_file is None:
@@ -168,7 +168,7 @@ def check_ownership(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_experts(config: Config, facts: Facts) -> list[str]:
+def check_experts(config: Config, context: RunContext) -> list[str]:
     """Routing needs experts to choose from, and a dense model none of it."""
     model, problems = config.model, []
     experts = model.num_experts

@@ -12,11 +12,11 @@ import difflib
 import re
 
 from megamuon.arguments.config import Config, specs_by_dest
-from megamuon.arguments.facts import Facts
 from megamuon.arguments.resume import overridable
+from megamuon.arguments.run_context import RunContext
 
 
-def check_recompute(config: Config, facts: Facts) -> list[str]:
+def check_recompute(config: Config, context: RunContext) -> list[str]:
     """Which recompute flags go together."""
     recompute, problems = config.recompute, []
     kind, method, layers = (
@@ -31,11 +31,11 @@ def check_recompute(config: Config, facts: Facts) -> list[str]:
         if layers is not None:
             problems.append(f"--recompute-num-layers {layers}: {hint}")
     else:
-        if method is None and "recompute_method" not in facts.unusable:
+        if method is None and "recompute_method" not in context.unusable:
             problems.append(
                 "--recompute-granularity full: needs --recompute-method uniform or block"
             )
-        if layers is None and "recompute_num_layers" not in facts.unusable:
+        if layers is None and "recompute_num_layers" not in context.unusable:
             problems.append("--recompute-granularity full: needs --recompute-num-layers")
         if layers is not None and config.model.num_layers and layers > config.model.num_layers:
             problems.append(
@@ -50,11 +50,11 @@ def check_recompute(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_saving(config: Config, facts: Facts) -> list[str]:
+def check_saving(config: Config, context: RunContext) -> list[str]:
     """Flags that need --save, and the intervals."""
     checkpoint, problems = config.checkpoint, []
     interval, retain = checkpoint.save_interval, checkpoint.save_retain_interval
-    if checkpoint.save is not None and interval is None and "save_interval" not in facts.unusable:
+    if checkpoint.save is not None and interval is None and "save_interval" not in context.unusable:
         problems.append(f"--save {checkpoint.save}: needs --save-interval")
     if interval and retain is not None and retain % interval:
         problems.append(
@@ -78,7 +78,7 @@ def check_saving(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_loading(config: Config, facts: Facts) -> list[str]:
+def check_loading(config: Config, context: RunContext) -> list[str]:
     """Flags that need --load, and those that contradict each other."""
     checkpoint, problems = config.checkpoint, []
     if checkpoint.load is None:
@@ -132,7 +132,7 @@ def _check_overrides(config: Config) -> list[str]:
     return problems
 
 
-def check_data(config: Config, facts: Facts) -> list[str]:
+def check_data(config: Config, context: RunContext) -> list[str]:
     """Exactly one source of samples, and a split that can be read."""
     data, problems = config.data, []
     parts = {
@@ -166,7 +166,7 @@ def check_data(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_tokenizer(config: Config, facts: Facts) -> list[str]:
+def check_tokenizer(config: Config, context: RunContext) -> list[str]:
     """What each tokenizer needs."""
     tokenizer, problems = config.tokenizer, []
     kind, model = tokenizer.tokenizer_type, tokenizer.tokenizer_model
@@ -188,7 +188,7 @@ def check_tokenizer(config: Config, facts: Facts) -> list[str]:
     if (
         kind == "NullTokenizer"
         and tokenizer.vocab_size is None
-        and "vocab_size" not in facts.unusable
+        and "vocab_size" not in context.unusable
     ):
         problems.append("--tokenizer-type NullTokenizer: needs --vocab-size")
     if kind in ("byte", "NullTokenizer") and tokenizer.eod_token is not None:
@@ -201,7 +201,7 @@ def check_tokenizer(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_logging(config: Config, facts: Facts) -> list[str]:
+def check_logging(config: Config, context: RunContext) -> list[str]:
     """Scalars need a writer; intervals must fit."""
     logging, problems = config.logging, []
     memory = logging.log_memory_interval
@@ -217,7 +217,7 @@ def check_logging(config: Config, facts: Facts) -> list[str]:
                     f"--{dest.replace('_', '-')} {getattr(logging, dest)}: needs --wandb-project"
                 )
     if logging.tensorboard_dir is None and logging.wandb_project is None:
-        for dest in sorted(facts.explicit):
+        for dest in sorted(context.explicit):
             if dest.endswith("_to_tensorboard") and getattr(logging, dest):
                 problems.append(
                     f"--{dest.replace('_', '-')}: needs --tensorboard-dir or --wandb-project"
@@ -225,7 +225,7 @@ def check_logging(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_profiling(config: Config, facts: Facts) -> list[str]:
+def check_profiling(config: Config, context: RunContext) -> list[str]:
     """The profiled range and ranks must exist."""
     profiling, problems = config.profiling, []
     start, end = profiling.profile_step_start, profiling.profile_step_end
@@ -236,11 +236,11 @@ def check_profiling(config: Config, facts: Facts) -> list[str]:
     if profiling.use_pytorch_profiler and config.logging.tensorboard_dir is None:
         problems.append("--use-pytorch-profiler: writes its trace to --tensorboard-dir; add it")
     problems += [
-        f"--profile-ranks {rank}: there are {facts.world_size} ranks, numbered from 0"
+        f"--profile-ranks {rank}: there are {context.world_size} ranks, numbered from 0"
         for rank in profiling.profile_ranks
-        if rank >= facts.world_size
+        if rank >= context.world_size
     ]
-    if "memory_snapshot_path" in facts.explicit and not profiling.record_memory_history:
+    if "memory_snapshot_path" in context.explicit and not profiling.record_memory_history:
         problems.append(
             f"--memory-snapshot-path {profiling.memory_snapshot_path}: needs "
             "--record-memory-history"
@@ -248,10 +248,10 @@ def check_profiling(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_exit(config: Config, facts: Facts) -> list[str]:
+def check_exit(config: Config, context: RunContext) -> list[str]:
     """A signal needs somebody who listens, and a bound something that it bounds."""
-    if "max_failed_saves" in facts.explicit and config.fault.save_failure != "warn":
+    if "max_failed_saves" in context.explicit and config.fault.save_failure != "warn":
         return [f"--max-failed-saves {config.fault.max_failed_saves}: needs --save-failure warn"]
-    if "exit_signal" in facts.explicit and not config.fault.exit_signal_handler:
+    if "exit_signal" in context.explicit and not config.fault.exit_signal_handler:
         return [f"--exit-signal {config.fault.exit_signal}: needs --exit-signal-handler"]
     return []

@@ -12,16 +12,16 @@ from typing import Any
 
 from megamuon.arguments.config import Config, specs_by_dest, values_from_config
 from megamuon.arguments.derive import sample_ranks
-from megamuon.arguments.facts import Facts
+from megamuon.arguments.run_context import RunContext
 
 
-def _missing(flag: str, facts: Facts, dest: str, value: Any) -> list[str]:
-    if value is None and dest not in facts.unusable:
+def _missing(flag: str, context: RunContext, dest: str, value: Any) -> list[str]:
+    if value is None and dest not in context.unusable:
         return [f"{flag}: required and not given"]
     return []
 
 
-def check_required(config: Config, facts: Facts) -> list[str]:
+def check_required(config: Config, context: RunContext) -> list[str]:
     """Flags without which nothing can start."""
     problems = []
     for dest in (
@@ -30,27 +30,27 @@ def check_required(config: Config, facts: Facts) -> list[str]:
         flag = specs_by_dest()[dest].flag
         hint = [
             line + ("" if dest == "seq_length" else " (or name a preset with --model)")
-            for line in _missing(flag, facts, dest, getattr(config.model, dest))
+            for line in _missing(flag, context, dest, getattr(config.model, dest))
         ]
         problems += hint
     problems += _missing(
-        "--micro-batch-size", facts, "micro_batch_size", config.training.micro_batch_size
+        "--micro-batch-size", context, "micro_batch_size", config.training.micro_batch_size
     )
     problems += _missing(
-        "--tokenizer-type", facts, "tokenizer_type", config.tokenizer.tokenizer_type
+        "--tokenizer-type", context, "tokenizer_type", config.tokenizer.tokenizer_type
     )
     if config.training.skip_train:
         return problems
     lengths = {"train_iters", "train_samples"}
     none_given = config.training.train_iters is None and config.training.train_samples is None
-    if none_given and not lengths & facts.unusable:
+    if none_given and not lengths & context.unusable:
         problems.append(
             "--train-iters: required and not given (or --train-samples, or --skip-train)"
         )
-    return problems + _missing("--lr", facts, "lr", config.schedule.lr)
+    return problems + _missing("--lr", context, "lr", config.schedule.lr)
 
 
-def check_bounds(config: Config, facts: Facts) -> list[str]:
+def check_bounds(config: Config, context: RunContext) -> list[str]:
     """Ranges declared at the fields."""
     problems = []
     values = values_from_config(config)
@@ -58,7 +58,7 @@ def check_bounds(config: Config, facts: Facts) -> list[str]:
         items = values[dest] if spec.many else (values[dest],)
         low, high, above, below = spec.bounds
         for item in items or ():
-            if item is None or isinstance(item, str) or dest in facts.unusable:
+            if item is None or isinstance(item, str) or dest in context.unusable:
                 continue
             rules = (
                 (low is None or item >= low, f"at least {low}"),
@@ -73,7 +73,7 @@ def check_bounds(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_shape(config: Config, facts: Facts) -> list[str]:
+def check_shape(config: Config, context: RunContext) -> list[str]:
     """Divisibility and position limits of the architecture."""
     model, problems = config.model, []
     hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.num_query_groups
@@ -109,12 +109,12 @@ def check_shape(config: Config, facts: Facts) -> list[str]:
     return problems
 
 
-def check_positions(config: Config, facts: Facts) -> list[str]:
+def check_positions(config: Config, context: RunContext) -> list[str]:
     """Rotary flags, and masks that a kernel cannot take."""
     model, problems = config.model, []
     if model.use_rope_scaling and model.position_embedding_type != "rope":
         problems.append("--use-rope-scaling: needs --position-embedding-type rope")
-    if "rope_scaling_factor" in facts.explicit and not model.use_rope_scaling:
+    if "rope_scaling_factor" in context.explicit and not model.use_rope_scaling:
         problems.append(
             f"--rope-scaling-factor {model.rope_scaling_factor}: has no effect without "
             "--use-rope-scaling; add it"
@@ -137,14 +137,14 @@ def _check_batch(kind: str, batch: int | None, micro: int | None, world: int) ->
     ]
 
 
-def check_batches(config: Config, facts: Facts) -> list[str]:
+def check_batches(config: Config, context: RunContext) -> list[str]:
     """Global batches must be whole numbers of micro-batches on every rank."""
     training, validation = config.training, config.validation
-    ranks = sample_ranks(config.parallel.tensor_model_parallel_size, facts.world_size)
+    ranks = sample_ranks(config.parallel.tensor_model_parallel_size, context.world_size)
     problems: list[str] = []
     if ranks is not None:  # else that is a problem of its own
         problems += _check_batch("", training.global_batch_size, training.micro_batch_size, ranks)
-    if ranks is not None and facts.explicit & {"eval_global_batch_size", "eval_micro_batch_size"}:
+    if ranks is not None and context.explicit & {"eval_global_batch_size", "eval_micro_batch_size"}:
         problems += _check_batch(
             "eval-", validation.eval_global_batch_size, validation.eval_micro_batch_size, ranks
         )
@@ -153,12 +153,12 @@ def check_batches(config: Config, facts: Facts) -> list[str]:
             f"--manual-gc-interval {training.manual_gc_interval}: has no effect without "
             "--manual-gc; add it"
         )
-    if "sample_tokens" in facts.explicit and training.sample_prompt is None:
+    if "sample_tokens" in context.explicit and training.sample_prompt is None:
         problems.append(f"--sample-tokens {training.sample_tokens}: needs --sample-prompt")
     return problems
 
 
-def check_duration(config: Config, facts: Facts) -> list[str]:
+def check_duration(config: Config, context: RunContext) -> list[str]:
     """Iterations or samples, never both."""
     training, schedule, problems = config.training, config.schedule, []
     if training.train_iters is not None and training.train_samples is not None:
@@ -181,13 +181,13 @@ def check_duration(config: Config, facts: Facts) -> list[str]:
     else:
         return problems
     for dest, value in foreign.items():
-        if dest in facts.explicit and value:
+        if dest in context.explicit and value:
             wanted = "--" + dest.rsplit("_", 1)[0].replace("_", "-") + "-" + other
             problems.append(f"--{dest.replace('_', '-')} {value}: contradicts {own}; use {wanted}")
     return problems
 
 
-def check_schedule(config: Config, facts: Facts) -> list[str]:
+def check_schedule(config: Config, context: RunContext) -> list[str]:
     """Warmup, decay and the WSD anneal must fit into each other."""
     schedule, problems = config.schedule, []
     unit = "samples" if config.training.train_samples is not None else "iters"
@@ -249,7 +249,7 @@ def _check_wsd(config: Config, decay: int | None, warmup: int) -> list[str]:
     return []
 
 
-def check_optimizer(config: Config, facts: Facts) -> list[str]:
+def check_optimizer(config: Config, context: RunContext) -> list[str]:
     """Weight-decay schedule, and the promise of the torch preset."""
     optimizer, problems = config.optimizer, []
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
@@ -278,10 +278,10 @@ def check_optimizer(config: Config, facts: Facts) -> list[str]:
         problems.append(
             f"--muon-num-ns-steps {steps}: the cubic5 coefficients are for exactly 5 steps"
         )
-    return problems + _check_torch_preset(config, facts)
+    return problems + _check_torch_preset(config, context)
 
 
-def _check_torch_preset(config: Config, facts: Facts) -> list[str]:
+def _check_torch_preset(config: Config, context: RunContext) -> list[str]:
     if config.optimizer.muon_preset != "torch":
         return []
     fixed = {"muon_momentum_form": "ema", "ns_form": "standard", "ns_dtype": "bf16"}
@@ -290,11 +290,11 @@ def _check_torch_preset(config: Config, facts: Facts) -> list[str]:
         f"{value} only; "
         "drop one of the two"
         for dest, value in fixed.items()
-        if dest in facts.explicit and getattr(config.optimizer, dest) != value
+        if dest in context.explicit and getattr(config.optimizer, dest) != value
     ]
 
 
-def check_precision(config: Config, facts: Facts) -> list[str]:
+def check_precision(config: Config, context: RunContext) -> list[str]:
     """One compute dtype."""
     precision, problems = config.precision, []
     if precision.bf16 and precision.fp64:
@@ -310,7 +310,7 @@ def check_precision(config: Config, facts: Facts) -> list[str]:
         problems.append(
             "--fp64 and --grad-reduce-in-bf16: FP64 reduces in FP64; drop one of the two"
         )
-    if precision.fp64 and "ns_dtype" in facts.explicit and config.optimizer.ns_dtype != "auto":
+    if precision.fp64 and "ns_dtype" in context.explicit and config.optimizer.ns_dtype != "auto":
         problems.append(
             f"--ns-dtype {config.optimizer.ns_dtype}: FP64 iterates in FP64; use auto with --fp64"
         )

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megamuon.arguments.config import specs_by_dest
-from megamuon.arguments.facts import Facts
+from megamuon.arguments.run_context import RunContext
 from megamuon.optim.registry import RECIPES, flags_of, flags_of_all
 from megamuon.sizes import head_channels, mlp_width
 
@@ -45,18 +45,18 @@ def sample_ranks(tensor_parallel_size: int, world_size: int) -> int | None:
     return places(tensor_parallel_size, world_size)
 
 
-def _shards(values: dict[str, Any], facts: Facts) -> None:
+def _shards(values: dict[str, Any], context: RunContext) -> None:
     """A replica is a node: the ranks that the launcher started here, less their tp partners."""
     if values["sharding"] != "hsdp" or values["shard_size"] is not None:
         return
-    if "shard_size" not in facts.unusable:
-        local = facts.local_world_size or facts.world_size
+    if "shard_size" not in context.unusable:
+        local = context.local_world_size or context.world_size
         values["shard_size"] = places(values["tensor_model_parallel_size"], local)
 
 
-def _even_slices(values: dict[str, Any], facts: Facts) -> list[str]:
+def _even_slices(values: dict[str, Any], context: RunContext) -> list[str]:
     """The default operators move owners' segments; even slices move by ``grouped`` calls."""
-    chosen = {"line", "collectives"} & facts.explicit
+    chosen = {"line", "collectives"} & context.explicit
     if chosen or (values["param_layout"], values["collectives"]) != ("even", "ready"):
         return []
     values["collectives"] = "grouped"
@@ -92,19 +92,19 @@ def _outputs(values: dict[str, Any]) -> None:
         values["dataloader_type"] = "single"
 
 
-def derive(values: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Any], list[str]]:
+def derive(values: Mapping[str, Any], context: RunContext) -> tuple[dict[str, Any], list[str]]:
     """Fill what follows from other values.  Returns all values and the notes to print."""
     filled, notes = dict(values), []
     _model(filled)
-    _shards(filled, facts)
-    _batches(filled, facts.world_size)
+    _shards(filled, context)
+    _batches(filled, context.world_size)
     _schedules(filled)
     _outputs(filled)
-    if filled["data_path"] and filled["split"] is None and "split" not in facts.unusable:
+    if filled["data_path"] and filled["split"] is None and "split" not in context.unusable:
         filled["split"] = DEFAULT_SPLIT
         notes.append(f"--split was not given: {DEFAULT_SPLIT} is used")
-    notes += _even_slices(filled, facts)
-    notes += _idle_flags(filled, facts)
+    notes += _even_slices(filled, context)
+    notes += _idle_flags(filled, context)
     return filled, notes
 
 
@@ -119,30 +119,30 @@ _OWNER_FLAGS = (
 )
 
 
-def _idle_flags(values: Mapping[str, Any], facts: Facts) -> list[str]:
+def _idle_flags(values: Mapping[str, Any], context: RunContext) -> list[str]:
     """A note for each kind of flags that were given and that nothing will read."""
     notes = []
     recipe = RECIPES.get(values["optimizer"])
     others = flags_of_all() - flags_of(recipe.name) if recipe else frozenset()
     unread = (*others, *(() if recipe is None or recipe.whole else _COST_FLAGS))
-    if idle := sorted(facts.explicit.intersection(unread)):
+    if idle := sorted(context.explicit.intersection(unread)):
         notes.append(f"--optimizer {values['optimizer']}: no effect of {_spelled(idle)}")
     if values["sequence_parallel"] and values["tensor_model_parallel_size"] == 1:
         # Megatron's rule; its scripts give the flag whatever the size.
         notes.append("--sequence-parallel: off without tensor parallelism, as in Megatron")
     ready = values["collectives"] == "ready"
-    idle = [dest for dest in _READY_FLAGS if dest in facts.explicit]
+    idle = [dest for dest in _READY_FLAGS if dest in context.explicit]
     if idle and not ready:
         notes.append(f"--collectives {values['collectives']}: no effect of {_spelled(idle)}")
-    idle = [dest for dest in (*_OWNER_FLAGS, "publish") if dest in facts.explicit]
+    idle = [dest for dest in (*_OWNER_FLAGS, "publish") if dest in context.explicit]
     if idle and values["param_layout"] == "even":
         notes.append(f"--param-layout even: no effect of {_spelled(idle)}, since nobody owns")
     replicas = ("publish", "publish_tile_kib") if ready else ("publish",)
-    idle = [dest for dest in replicas if dest in facts.explicit]
+    idle = [dest for dest in replicas if dest in context.explicit]
     if idle and values["sharding"] != "hsdp":
         notes.append(f"--sharding fsdp: no effect of {_spelled(idle)}, since there is one replica")
     if values["num_experts"] is None:
-        idle = sorted(d for d in facts.explicit if d.startswith("moe_") or d == "merge_experts")
+        idle = sorted(d for d in context.explicit if d.startswith("moe_") or d == "merge_experts")
         if idle:
             notes.append(f"no --num-experts: no effect of {_spelled(idle)}")
     return notes

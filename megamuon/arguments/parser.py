@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from megamuon.arguments.checkpoint_arguments import CheckpointArgsReader, checkpoint_values
 from megamuon.arguments.config import Config, ConfigError, config_from_values, specs_by_dest
 from megamuon.arguments.derive import derive
-from megamuon.arguments.facts import Facts
 from megamuon.arguments.mapping import apply_mapped_flags, apply_presets
 from megamuon.arguments.megatron_table import TableEntry, outside_flags, table, table_by_dest
-from megamuon.arguments.overlay import CheckpointArgsReader, checkpoint_values
+from megamuon.arguments.run_context import RunContext
 from megamuon.arguments.suggest import unknown_flag_problem
 from megamuon.arguments.validate import problems_of
 from megamuon.flags import FlagSpec
@@ -308,15 +308,15 @@ def parse_config(
         **stored.values,
         **explicit_values,
     }
-    facts = Facts(
+    context = RunContext(
         world_size=world_size,
         local_world_size=local_world_size,
         explicit=frozenset(explicit_values),
         unusable=frozenset(words.unusable),
     )
-    resolved, notes = derive(values, facts)
+    resolved, notes = derive(values, context)
     config = config_from_values(resolved)
-    words.problems += problems_of(config, facts)
+    words.problems += problems_of(config, context)
     if words.problems:
         raise ConfigError(list(dict.fromkeys(words.problems)))
     return ParsedConfig(

@@ -38,9 +38,9 @@ from megamuon.arguments.checks_training import (
     check_shape,
 )
 from megamuon.arguments.config import Config
-from megamuon.arguments.facts import Facts
+from megamuon.arguments.run_context import RunContext
 
-Check = Callable[[Config, Facts], list[str]]
+Check = Callable[[Config, RunContext], list[str]]
 
 CHECKS: tuple[Check, ...] = (
     check_required,
@@ -69,6 +69,6 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def problems_of(config: Config, facts: Facts) -> list[str]:
+def problems_of(config: Config, context: RunContext) -> list[str]:
     """Every problem that any check finds, in the order of the checks."""
-    return [problem for check in CHECKS for problem in check(config, facts)]
+    return [problem for check in CHECKS for problem in check(config, context)]

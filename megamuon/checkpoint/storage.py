@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from megamuon.checkpoint.boxes import Box
+from megamuon.checkpoint.chunks import Chunk
 from megamuon.checkpoint.files import FileRecord, write_durably
 from megamuon.checkpoint.ranks import CheckpointError
 from megamuon.checkpoint.tensors import (
@@ -101,14 +101,14 @@ class PieceWriter(StorageWriter):
         index: TensorIndex = {}
         for name, entry in metadata.state_dict_metadata.items():
             pieces = []
-            for chunk in entry.chunks:
-                file, key = places[name, tuple(chunk.offsets)]
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                pieces.append(Piece(box=box, file=file, key=key))
+            for stored in entry.chunks:
+                file, key = places[name, tuple(stored.offsets)]
+                chunk = Chunk(tuple(stored.offsets), tuple(stored.sizes))
+                pieces.append(Piece(chunk=chunk, file=file, key=key))
             index[name] = TensorEntry(
                 shape=tuple(entry.size),
                 dtype=entry.properties.dtype,
-                pieces=tuple(sorted(pieces, key=lambda piece: piece.box)),
+                pieces=tuple(sorted(pieces, key=lambda piece: piece.chunk)),
             )
         path = self.directory / INDEX
         self.records.append(write_durably(path, [index_to_text(index)]))
@@ -164,7 +164,7 @@ class PieceReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the planned ranges, file by file.  Raises CheckpointError naming file and tensor."""
         places = {
-            (name, piece.box.offset): piece
+            (name, piece.chunk.offset): piece
             for name, entry in self.index.items()
             for piece in entry.pieces
         }
@@ -198,7 +198,7 @@ class PieceReader(StorageReader):
     ) -> None:
         target = planner.resolve_tensor(item)
         if (
-            tuple(item.lengths) == piece.box.shape
+            tuple(item.lengths) == piece.chunk.shape
         ):  # whole piece; also the only way to read a 0-d tensor
             found = file.get_tensor(piece.key)
         else:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megamuon.checkpoint.boxes import Box, coverage, inside
+from megamuon.checkpoint.chunks import Chunk, coverage, inside
 from megamuon.checkpoint.ranks import CheckpointError
 
 INDEX = "tensors.json"
@@ -56,9 +56,9 @@ class StoredTensor:
     rounds: bool = False  # a float saved in a wider dtype may be loaded into it, rounded once
 
     @property
-    def box(self) -> Box:
+    def chunk(self) -> Chunk:
         """The piece's place in the whole."""
-        return Box(tuple(self.offset), tuple(self.data.shape))
+        return Chunk(tuple(self.offset), tuple(self.data.shape))
 
     def share(self, place: int, places: int) -> StoredTensor | None:
         """What the holder number ``place`` of ``places`` that hold this piece alike saves of it:
@@ -78,7 +78,7 @@ class StoredTensor:
         """Raise CheckpointError where the piece does not lie inside the whole or has a dtype that
         is not stored.
         """
-        if not inside(self.shape, self.box):
+        if not inside(self.shape, self.chunk):
             raise CheckpointError(
                 f"tensor {self.name}: a piece of shape {tuple(self.data.shape)} at offset "
                 f"{tuple(self.offset)} "
@@ -104,7 +104,7 @@ def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
 class Piece:
     """A piece on disk."""
 
-    box: Box
+    chunk: Chunk
     file: str  # name inside the checkpoint's directory
     key: str  # name inside the safetensors file
 
@@ -138,8 +138,8 @@ def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
         "dtype": DTYPE_NAMES[entry.dtype],
         "pieces": [
             {
-                "offset": piece.box.offset,
-                "shape": piece.box.shape,
+                "offset": piece.chunk.offset,
+                "shape": piece.chunk.shape,
                 "file": piece.file,
                 "key": piece.key,
             }
@@ -161,7 +161,7 @@ def index_from_json(value: Any, source: Path, files: Mapping[str, Any]) -> Tenso
             shape = tuple(int(size) for size in entry["shape"])
             pieces = tuple(
                 Piece(
-                    box=Box(tuple(map(int, item["offset"])), tuple(map(int, item["shape"]))),
+                    chunk=Chunk(tuple(map(int, item["offset"])), tuple(map(int, item["shape"]))),
                     file=str(item["file"]),
                     key=str(item["key"]),
                 )
@@ -178,17 +178,19 @@ def index_from_json(value: Any, source: Path, files: Mapping[str, Any]) -> Tenso
                     f"{source}: tensor {name} lies in {piece.file}, which the manifest does "
                     "not list"
                 )
-            if not inside(entry.shape, piece.box):
+            if not inside(entry.shape, piece.chunk):
                 raise CheckpointError(
-                    f"{source}: tensor {name}: piece {piece.box} lies outside {entry.shape}"
+                    f"{source}: tensor {name}: piece {piece.chunk} lies outside {entry.shape}"
                 )
-        check_coverage(name, entry.shape, [piece.box for piece in entry.pieces], f"{source}: ")
+        check_coverage(name, entry.shape, [piece.chunk for piece in entry.pieces], f"{source}: ")
     return index
 
 
-def check_coverage(name: str, shape: tuple[int, ...], boxes: list[Box], prefix: str = "") -> None:
-    """Raise CheckpointError unless ``boxes`` cover ``shape`` exactly once."""
-    found = coverage(shape, boxes)
+def check_coverage(
+    name: str, shape: tuple[int, ...], chunks: list[Chunk], prefix: str = ""
+) -> None:
+    """Raise CheckpointError unless ``chunks`` cover ``shape`` exactly once."""
+    found = coverage(shape, chunks)
     if found.overlap is not None:
         raise CheckpointError(
             f"{prefix}tensor {name} of shape {shape}: the piece {found.overlap[1]} holds "

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megamuon.checkpoint.dcp_planner import PieceLoadPlanner, PieceSavePlanner
 from megamuon.checkpoint.files import FileRecord
-from megamuon.checkpoint.planner import PieceLoadPlanner, PieceSavePlanner
 from megamuon.checkpoint.ranks import CheckpointError, Ranks, one_line
 from megamuon.checkpoint.storage import PieceReader, PieceWriter
 from megamuon.checkpoint.tensors import StoredTensor, TensorIndex

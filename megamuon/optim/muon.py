@@ -20,11 +20,11 @@ from torch import Tensor
 
 from megamuon.flags import flag
 from megamuon.optim.coefficients import Triple
+from megamuon.optim.matrix_rule import MatrixRule
 from megamuon.optim.newton_schulz import Counter, NewtonSchulzConfig, orthogonalize_many
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
 from megamuon.optim.recipe import Recipe
-from megamuon.optim.whole import MatrixRule
 
 MomentumForm = Literal["sgd", "ema"]
 Scale = Literal["match_rms_adamw", "spectral", "unit_rms_norm", "shape_scaling", "original"]

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megamuon.flags import flag
+from megamuon.optim.matrix_rule import MatrixRule
 from megamuon.optim.muon import MUON, Muon, MuonConfig
 from megamuon.optim.newton_schulz import Counter
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
 from megamuon.optim.recipe import Recipe
-from megamuon.optim.whole import MatrixRule
 
 Neurons = Literal["rows", "longer_dim"]
 EpsForm = Literal["add_to_root", "clamp_square"]

@@ -39,10 +39,10 @@ from torch import Tensor
 
 from megamuon.flags import flag
 from megamuon.optim.eigen import FactorError, Perturbation, check_finite, inverse_root
+from megamuon.optim.matrix_rule import MatrixRule, count_step
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
 from megamuon.optim.recipe import Recipe, Work
-from megamuon.optim.whole import MatrixRule, count_step
 
 Decay = Literal["decoupled", "l2", "corrected", "independent"]
 Graft = Literal["none", "sgd", "adagrad", "rmsprop", "adam"]

@@ -51,10 +51,10 @@ from megamuon.optim.eigen import (
     orthogonal_iteration,
     power_iteration,
 )
+from megamuon.optim.matrix_rule import MatrixRule, count_step
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.optim.optimizer import Item, Whole
 from megamuon.optim.recipe import Recipe, Work
-from megamuon.optim.whole import MatrixRule, count_step
 
 Variant = Literal["nikhilvyas", "fb"]
 Basis = Literal["qr", "eigh"]

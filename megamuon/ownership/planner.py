@@ -2,10 +2,10 @@
 
 Owns the greedy rule of DMuon-2 (section 4.3 and appendix B) and its ablations, behind one
 signature ``policy(units, costs, topology, settings) -> owners``, and ``build_plan``; the policies
-of MatrixFSDP are in ``roles.py``.  Invariant: pure and deterministic; every rank computes the same
-owners from the same inputs, and ties are broken by number of elements, unit name and rank index,
-never by the order of a dictionary.  Tested by ``tests/ownership/test_planner.py`` and, against
-published figures, by ``tests/ownership/test_goldens.py``.
+of MatrixFSDP are in ``role_policies.py``.  Invariant: pure and deterministic; every rank computes
+the same owners from the same inputs, and ties are broken by number of elements, unit name and rank
+index, never by the order of a dictionary.  Tested by ``tests/ownership/test_planner.py`` and,
+against published figures, by ``tests/ownership/test_goldens.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from megamuon.matrices import LogicalParameter, Route
 from megamuon.ownership.cost import CostError, CostFunction
 from megamuon.ownership.owners import with_owners
 from megamuon.ownership.plan import OwnershipPlan
-from megamuon.ownership.roles import cost_aware, role_greedy, scope_greedy
+from megamuon.ownership.rebalance import rebalance_experts
+from megamuon.ownership.role_policies import cost_aware, role_greedy, scope_greedy
 from megamuon.ownership.settings import POLICY_UNITS, PlannerSettings, Topology
-from megamuon.ownership.settle import settle_experts
 from megamuon.ownership.tensor_parallel import choose_tp_owners
 from megamuon.ownership.units import UNIT_RULES, UNIT_THRESHOLD, Unit, build_units
 from megamuon.placements import Owned
@@ -263,7 +263,7 @@ def build_plan(
     owners = assign(units, costs, topology, settings)
     if settings.policy == "lpt" and settings.byte_cap is not None:
         experts = frozenset(p.name for p in parameters if p.expert)
-        owners = settle_experts(units, costs, owners, experts, topology, settings)
+        owners = rebalance_experts(units, costs, owners, experts, topology, settings)
     by_name = {
         name: owner for unit, owner in zip(units, owners, strict=True) for name in unit.members
     }

@@ -70,7 +70,7 @@ class PlannerSettings:
     """How owners are chosen.  The defaults are the rule of DMuon-2, appendix B and section 4.3.
 
     With a byte cap, ``lpt`` then evens out the bytes of expert matrices where that costs no time
-    (``settle.py``).
+    (``rebalance.py``).
 
     ``byte_cap``, ``spread_layers`` and ``balance_rails`` belong to ``lpt`` and ``numel``; the
     three settings after them belong to ``cost_aware`` (MatrixFSDP, section 4.1, which names

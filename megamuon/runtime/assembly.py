@@ -35,10 +35,10 @@ from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import Exchange, build_exchange, moves_along, sum_in_order
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
-from megamuon.runtime.publish import Publication, rails
+from megamuon.runtime.owner_step import OwnerStep
+from megamuon.runtime.publication import Publication, rails
 from megamuon.runtime.reductions import Reductions
 from megamuon.runtime.rounds import Rounds
-from megamuon.runtime.step import OwnerStep
 
 
 @dataclass(frozen=True, kw_only=True)

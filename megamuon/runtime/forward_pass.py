@@ -22,7 +22,7 @@ from megamuon.runtime.buffers import FlatBuffer
 from megamuon.runtime.frozen import UNREAD
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.order import Cursor, follows, merged_order
-from megamuon.runtime.publish import Publication
+from megamuon.runtime.publication import Publication
 from megamuon.runtime.rounds import Round, Rounds
 from megamuon.runtime.schedule import Schedule
 

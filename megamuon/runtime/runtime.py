@@ -25,9 +25,9 @@ from megamuon.runtime.engine import Engine
 from megamuon.runtime.exchange import Exchange
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.module_buffers import ModuleBuffers
+from megamuon.runtime.owner_step import OwnerStep
 from megamuon.runtime.pool import PoolPlan
 from megamuon.runtime.pool_opening import Memory, OpenPool, open_pool
-from megamuon.runtime.step import OwnerStep
 from megamuon.runtime.step_parts import RateOf, StepResult, norm_over_ranks
 from megamuon.runtime.trainable import OPTIMIZER_PREFIX, TrainableRuntime
 from megamuon.runtime.weights import (

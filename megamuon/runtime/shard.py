@@ -45,7 +45,7 @@ from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.measure import cost_function
 from megamuon.runtime.module_buffers import ModuleBuffers
 from megamuon.runtime.pool_opener import PoolOpener
-from megamuon.runtime.publish import Publication
+from megamuon.runtime.publication import Publication
 from megamuon.runtime.released import guard_modules
 from megamuon.runtime.runtime import Runtime
 

@@ -8,8 +8,13 @@ overrides, linting and a validation mode have their place between the passes of 
 """
 
 from megamuon.sharding.apply import apply_sharding
-from megamuon.sharding.plan import BoundaryEntry, ParameterEntry, ShardingPlan, plan_sharding
 from megamuon.sharding.roles import Role
+from megamuon.sharding.sharding_plan import (
+    BoundaryEntry,
+    ParameterEntry,
+    ShardingPlan,
+    plan_sharding,
+)
 from megamuon.sharding.templates import BoundaryType, Contract, Flow, ShardingError
 
 __all__ = [

@@ -34,8 +34,8 @@ from megamuon.sharding.boundaries import (
     replicated_own,
     sum_parts,
 )
-from megamuon.sharding.plan import BoundaryEntry, ShardingPlan
 from megamuon.sharding.roles import Role
+from megamuon.sharding.sharding_plan import BoundaryEntry, ShardingPlan
 from megamuon.sharding.templates import BoundaryType, Flow, ShardingError
 
 Forward = Callable[..., Any]

@@ -5,7 +5,7 @@ of whole sizes only, so a plan is the same on every rank and for a model on the 
 follow the rule of ``torch.chunk`` (ceil first) over heads, inner features or vocabulary rows, and a
 piece without elements is an error. Source: HyperParallel-FSDP, section 4.1, passes 3 and 4; the
 cuts and the two forms of the residual stream are those of Megatron-LM's tensor and sequence
-parallelism. Tested by ``tests/sharding/test_plan.py``.
+parallelism. Tested by ``tests/sharding/test_sharding_plan.py``.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from megamuon.training.failures import Phase, TrainingError
 from megamuon.training.logging import Console, RunLog
 from megamuon.training.progress import DataOrder, Progress
 from megamuon.training.reports import ForwardStep
-from megamuon.training.step import Outcome, Stepper
+from megamuon.training.train_step import Outcome, Stepper
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from megamuon.optim import RECIPES
 
 ROOT = Path(__file__).parents[2]
 
-# Flags that the parser itself consumes: presets of other flags, and the overlay of checkpoint
-# arguments. Tested in test_mapping.py, test_parser.py and test_overlay.py.
+# Flags that the parser itself consumes: presets of other flags, and the reading of checkpoint
+# arguments. Tested in test_mapping.py, test_parser.py and test_checkpoint_arguments.py.
 READ_BY_THE_PARSER = {"model", "use_checkpoint_args"}
 
 CLASSES = {config_class.__name__: name for name, config_class in components().items()}

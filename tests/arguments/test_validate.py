@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megamuon.arguments import Config
-from megamuon.arguments.facts import Facts
+from megamuon.arguments.run_context import RunContext
 from megamuon.arguments.validate import CHECKS
 from tests.support.command_lines import BASE, problems
 
@@ -196,5 +196,5 @@ def test_everything_required_is_asked_for_at_once():
 def test_checks_are_pure_and_take_an_empty_configuration():
     for check in CHECKS:
         config = Config()
-        assert isinstance(check(config, Facts(world_size=1)), list)
+        assert isinstance(check(config, RunContext(world_size=1)), list)
         assert config == Config()

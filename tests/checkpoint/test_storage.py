@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megamuon.checkpoint.planner import PieceSavePlanner
+from megamuon.checkpoint.dcp_planner import PieceSavePlanner
 from megamuon.checkpoint.storage import PieceWriter
 from megamuon.checkpoint.tensors import INDEX
 from tests.support.pieces import stored, wholes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamuon.checkpoint.boxes import Box
+from megamuon.checkpoint.chunks import Chunk
 from megamuon.checkpoint.ranks import CheckpointError
 from megamuon.checkpoint.tensors import (
     Piece,
@@ -26,9 +26,10 @@ SOURCE = Path("tensors.json")
 
 def _index() -> dict[str, TensorEntry]:
     halves = tuple(
-        Piece(box=Box((start, 0), (2, 3)), file=f"f{start}", key=f"w@{start},0") for start in (0, 2)
+        Piece(chunk=Chunk((start, 0), (2, 3)), file=f"f{start}", key=f"w@{start},0")
+        for start in (0, 2)
     )
-    scalar = (Piece(box=Box((), ()), file="f0", key="s"),)
+    scalar = (Piece(chunk=Chunk((), ()), file="f0", key="s"),)
     return {
         "w": TensorEntry(shape=(4, 3), dtype=torch.float32, pieces=halves),
         "s": TensorEntry(shape=(), dtype=torch.int64, pieces=scalar),

@@ -327,7 +327,7 @@ def test_an_owner_writes_the_whole_momentum_under_its_matrix(folder: Path, saved
     assert len(momenta) == 21
     for name, entry in momenta.items():
         assert entry.shape == index[name.removeprefix("optimizer.momentum_buffer.")].shape
-        assert [piece.box.shape for piece in entry.pieces] == [entry.shape]
+        assert [piece.chunk.shape for piece in entry.pieces] == [entry.shape]
     files = {piece.file for entry in momenta.values() for piece in entry.pieces}
     assert len(files) == 4  # all ranks write
 

@@ -18,7 +18,7 @@ from megamuon.collectives.device_fabric import DeviceFabric
 from megamuon.collectives.operator_settings import ReadySettings
 from megamuon.collectives.operators import TableRefused
 from megamuon.mesh import MeshError, new_group
-from megamuon.runtime.publish import Publication
+from megamuon.runtime.publication import Publication
 from tests.support.device_stand_in import stand_in_library
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks, run_ranks_outcomes

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamuon.optim.matrix_rule import MatrixRule
 from megamuon.optim.muon import Muon, MuonConfig
 from megamuon.optim.normuon import NorMuon, NorMuonConfig
 from megamuon.optim.optimizer import Item, MatrixOptimizer, OwnerOptimizer, Whole
 from megamuon.optim.shampoo import GraftingConfig, Shampoo, ShampooConfig
 from megamuon.optim.soap import Soap, SoapConfig
-from megamuon.optim.whole import MatrixRule
 
 MAKERS: dict[str, Callable[[], MatrixRule]] = {
     "muon": lambda: Muon(MuonConfig()),

@@ -25,7 +25,7 @@ from megamuon.models import GPT, DecoderLayer, GPTConfig, flops_per_token
 from megamuon.optim.newton_schulz import NewtonSchulzConfig
 from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import OptimizerSettings, Runtime, RuntimeConfig, shard
-from megamuon.runtime.publish import Publication
+from megamuon.runtime.publication import Publication
 from megamuon.sharding import apply_sharding, plan_sharding
 from tools.bench.footprint import reachable_tensors
 from tools.reference_training import model_config

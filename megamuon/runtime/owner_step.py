@@ -21,7 +21,7 @@ from megamuon.optim.optimizer import Item, OwnerOptimizer
 from megamuon.ownership.holdings import speaks
 from megamuon.runtime.layer_group import LayerGroup, LocalSegment
 from megamuon.runtime.matrix_update import MatrixUpdate
-from megamuon.runtime.publish import Publication
+from megamuon.runtime.publication import Publication
 from megamuon.runtime.step_parts import (
     GradientNorm,
     LocalGradient,

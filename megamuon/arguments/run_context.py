@@ -1,6 +1,6 @@
 """What a check may know besides the configuration.
 
-Owns ``Facts``. Invariant: plain values, so that checks stay pure functions. Tested by
+Owns ``RunContext``. Invariant: plain values, so that checks stay pure functions. Tested by
 ``tests/arguments/test_validate.py``.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class RunContext:
     """What a check may know besides the configuration."""
 
     world_size: int  # ranks

@@ -3,7 +3,7 @@
 Owns ``ShardingPlan`` and ``plan_sharding``. Invariants: planning is pure (shapes and names in, a
 frozen value out; no process group, no rank), every parameter of the model has exactly one entry per
 name, tied names agree, and a parameter that no rule knows is an error that names it. Source:
-HyperParallel-FSDP, section 4.1. Tested by ``tests/sharding/test_plan.py``.
+HyperParallel-FSDP, section 4.1. Tested by ``tests/sharding/test_sharding_plan.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns what ``--use-checkpoint-args`` means. Invariant: only architecture and tokenizer values are
 taken, and an explicit flag wins with a printed note (in Megatron it is silently overridden,
-NVIDIA/Megatron-LM #2616). Tested by ``tests/arguments/test_overlay.py``.
+NVIDIA/Megatron-LM #2616). Tested by ``tests/arguments/test_checkpoint_arguments.py``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from megamuon.arguments.mapping import Filled
 
 CheckpointArgsReader = Callable[[str, int | None], Mapping[str, Mapping[str, Any]] | None]
 
-OVERLAID_COMPONENTS = ("model", "tokenizer")
+COMPONENTS = ("model", "tokenizer")
 
 
-def overlay_values(saved: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> Filled:
+def merged_values(saved: Mapping[str, Mapping[str, Any]], given: Mapping[str, Any]) -> Filled:
     """Values by dest from the saved nested arguments (``config_to_json``'s form), less those in
     ``given``.
     """
     filled = Filled()
     specs = specs_by_dest()
-    for component in OVERLAID_COMPONENTS:
+    for component in COMPONENTS:
         for dest, stored in saved.get(component, {}).items():
             value = tuple(stored) if isinstance(stored, list) else stored
             if dest not in specs or specs[dest].component != component:
@@ -59,5 +59,5 @@ def checkpoint_values(given: Mapping[str, Any], reader: CheckpointArgsReader | N
         except (OSError, ValueError) as error:
             return Filled(problems=[f"--use-checkpoint-args: {place}: {error}"])
         if saved is not None:
-            return overlay_values(saved, given)
+            return merged_values(saved, given)
     return Filled(problems=[f"--use-checkpoint-args: no checkpoint in {' or '.join(places)}"])

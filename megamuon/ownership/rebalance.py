@@ -1,10 +1,10 @@
-"""Can expert matrices lie more evenly at no cost in time?  A second pass of the default planner.
+"""The second pass of the default planner: it evens out the bytes of expert matrices over ranks.
 
-Owns ``settle_experts``. The greedy rule looks at time first, so with many small expert matrices the
-rank with the most bytes may hold one expert more than it must. This pass hands experts from the
+Owns ``rebalance_experts``. The greedy rule looks at time first, so with many small expert matrices
+the rank with the most bytes may hold one expert more than it must. This pass hands experts from the
 ranks with the most bytes to others of the same rail. Invariant: the longest time of a rank does
 not grow, no rail's time changes, a layer's units stay on different ranks, and unless the heaviest
-rank gets lighter nothing moves at all. Tested by ``tests/ownership/test_settle.py``.
+rank gets lighter nothing moves at all. Tested by ``tests/ownership/test_rebalance.py``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Loads:
         self.owners[index] = rank
 
 
-def settle_experts(
+def rebalance_experts(
     units: Sequence[Unit],
     costs: Sequence[float],
     owners: Sequence[int],

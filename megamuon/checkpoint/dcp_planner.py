@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megamuon.checkpoint.boxes import Box, coverage, shared
+from megamuon.checkpoint.chunks import Chunk, coverage, shared
 from megamuon.checkpoint.ranks import CheckpointError
 from megamuon.checkpoint.tensors import (
     StoredTensor,
@@ -81,12 +81,12 @@ class PieceSavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check what all ranks together save.  The plans go back empty: each rank keeps its own."""
-        found: dict[str, tuple[int, TensorWriteData, list[Box]]] = {}
+        found: dict[str, tuple[int, TensorWriteData, list[Chunk]]] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 data, name = item.tensor_data, item.index.fqn
                 assert data is not None  # every item of create_local_plan has it
-                first_rank, first, boxes = found.setdefault(name, (rank, data, []))
+                first_rank, first, chunks = found.setdefault(name, (rank, data, []))
                 mine = (tuple(data.size), data.properties.dtype)
                 theirs = (tuple(first.size), first.properties.dtype)
                 if mine != theirs:
@@ -94,16 +94,16 @@ class PieceSavePlanner(SavePlanner):
                         f"tensor {name}: rank {rank} saves shape {mine[0]} {mine[1]}, "
                         f"rank {first_rank} saves shape {theirs[0]} {theirs[1]}"
                     )
-                boxes.append(Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
+                chunks.append(Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes)))
         metadata = {}
-        for name, (_, data, boxes) in found.items():
-            check_coverage(name, tuple(data.size), boxes)
-            chunks = [
-                ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
-                for box in boxes
-                if box.numel
+        for name, (_, data, chunks) in found.items():
+            check_coverage(name, tuple(data.size), chunks)
+            stored = [
+                ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
+                for chunk in chunks
+                if chunk.numel
             ]
-            metadata[name] = TensorStorageMetadata(data.properties, data.size, chunks)
+            metadata[name] = TensorStorageMetadata(data.properties, data.size, stored)
         return [SavePlan([]) for _ in all_plans], Metadata(metadata)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -123,7 +123,7 @@ class Wish:
     """What one rank wants of one tensor; sent to the coordinator."""
 
     name: str
-    box: Box
+    chunk: Chunk
 
 
 class PieceLoadPlanner(LoadPlanner):
@@ -178,18 +178,18 @@ class PieceLoadPlanner(LoadPlanner):
             piece.check()
             if piece.name in self.index:
                 self._compare(piece)
-                wishes.append(Wish(name=piece.name, box=piece.box))
+                wishes.append(Wish(name=piece.name, chunk=piece.chunk))
                 reads.extend(self._reads(position, piece))
         self.local = LoadPlan(reads)
         return LoadPlan([], planner_data=wishes)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Check that all ranks together want everything that was saved."""
-        boxes: dict[str, list[Box]] = {}
+        chunks: dict[str, list[Chunk]] = {}
         for plan in global_plan:
             for wish in plan.planner_data:
-                boxes.setdefault(wish.name, []).append(wish.box)
-        self.found, self.unwanted = sorted(boxes), sorted(set(self.index) - set(boxes))
+                chunks.setdefault(wish.name, []).append(wish.chunk)
+        self.found, self.unwanted = sorted(chunks), sorted(set(self.index) - set(chunks))
         unwanted = [name for name in self.unwanted if not name.startswith(self.ignore)]
         if unwanted and self.strict:
             raise CheckpointError(
@@ -197,7 +197,7 @@ class PieceLoadPlanner(LoadPlanner):
                 "the model it was saved "
                 "from, or name the tensors to be ignored"
             )
-        for name, wanted in boxes.items():
+        for name, wanted in chunks.items():
             left = coverage(self.index[name].shape, wanted).missing
             if left and self.strict:
                 raise CheckpointError(
@@ -234,7 +234,7 @@ class PieceLoadPlanner(LoadPlanner):
                 raise CheckpointError(
                     f"{self.source}: tensor {piece.name}: {filled} of {piece.data.numel()} "
                     "elements of the piece "
-                    f"{piece.box} were filled"
+                    f"{piece.chunk} were filled"
                 )
         return sum(self.filled)
 
@@ -255,16 +255,16 @@ class PieceLoadPlanner(LoadPlanner):
     def _reads(self, position: int, piece: StoredTensor) -> list[ReadItem]:
         reads = []
         for saved in self.index[piece.name].pieces:
-            both = shared(piece.box, saved.box) if piece.data.numel() else None
+            both = shared(piece.chunk, saved.chunk) if piece.data.numel() else None
             if both is None:
                 continue
             reads.append(
                 ReadItem(
                     type=LoadItemType.TENSOR,
                     dest_index=MetadataIndex(piece.name, torch.Size(piece.offset), position),
-                    dest_offsets=_relative(both, piece.box),
-                    storage_index=MetadataIndex(piece.name, torch.Size(saved.box.offset)),
-                    storage_offsets=_relative(both, saved.box),
+                    dest_offsets=_relative(both, piece.chunk),
+                    storage_index=MetadataIndex(piece.name, torch.Size(saved.chunk.offset)),
+                    storage_offsets=_relative(both, saved.chunk),
                     lengths=torch.Size(both.shape),
                 )
             )
@@ -277,5 +277,5 @@ class PieceLoadPlanner(LoadPlanner):
         return position
 
 
-def _relative(box: Box, within: Box) -> torch.Size:
-    return torch.Size(a - b for a, b in zip(box.offset, within.offset, strict=True))
+def _relative(chunk: Chunk, within: Chunk) -> torch.Size:
+    return torch.Size(a - b for a, b in zip(chunk.offset, within.offset, strict=True))

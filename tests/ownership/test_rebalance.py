@@ -20,7 +20,7 @@ from megamuon.ownership import (
     unit_costs,
 )
 from megamuon.ownership.inventory import inventory
-from megamuon.ownership.settle import settle_experts
+from megamuon.ownership.rebalance import rebalance_experts
 from tests.support.ownership import golden_plan, parameter
 
 ONE_REPLICA = Topology(replicas=1, shards=2)
@@ -39,7 +39,7 @@ def settle(
 ) -> tuple[int, ...]:
     experts = frozenset(u.name for u in units if u.name.startswith("e"))
     rule = PlannerSettings(**settings)
-    return settle_experts(units, costs, owners, experts, grid, rule)
+    return rebalance_experts(units, costs, owners, experts, grid, rule)
 
 
 def test_an_expert_leaves_the_heaviest_rank() -> None:

@@ -4,7 +4,7 @@ Owns ``role_greedy``, ``scope_greedy`` and ``cost_aware`` (MatrixFSDP, section 4
 over roles: one unit per 2-D matrix and one packed tail per block (``build_units(rule="roles")``).
 The load of a rank is the number of elements that it owns; the grid is one flat list of ranks.
 Invariant: pure and deterministic; ties go to the name, then to the lower rank. Tested by
-``tests/ownership/test_roles.py``.
+``tests/ownership/test_role_policies.py``.
 """
 
 from __future__ import annotations
