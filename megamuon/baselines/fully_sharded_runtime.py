@@ -299,14 +299,14 @@ class FullyShardedRuntime(TrainableRuntime):
         """
         held = list(self._fsdp_parameters())
         whole = [h._unsharded_param.grad for h in held if hasattr(h, "_unsharded_param")]
-        windows = [piece.gradient for piece in self._step.trainable]
+        sharded = [piece.gradient for piece in self._step.trainable]
         state = [t for tensors in self._step.state.values() for t in tensors.values()]
         return {
             "masters": _bytes(piece.master for piece in self._step.pieces),
-            "windows": _bytes(windows),
+            "sharded_gradients": _bytes(sharded),
             "optimizer_state": _bytes(state),
             "gathered_weights": _bytes(t for h in held for t in h.all_gather_outputs),
-            "gradient_slots": _bytes(whole),
+            "unsharded_gradients": _bytes(whole),
             "accumulators": _bytes(h.unsharded_accumulated_grad for h in held),
             "leader_copies": 0,
         }

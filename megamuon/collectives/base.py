@@ -151,7 +151,7 @@ class TransportSettings:
     ``gather_group`` and ``reduce_group`` are different process groups over the same ranks: gathers
     and reductions have one frozen order each, but how the two interleave may differ from rank to
     rank (a rank that skipped a branch reduces late), so they must not share a communicator.
-    ``wire_dtype`` is what a reduction sends; sums are taken in the dtype of the window.
+    ``wire_dtype`` is what a reduction sends; sums are taken in the dtype of the sharded gradient.
     ``traffic`` counts what this rank sends along ``axis``: the bytes that the table asks for, in
     the dtype they travel in, whatever the library's own algorithm moves. ``grid``: for a transport
     that makes operators of its own over the whole grid.
@@ -169,9 +169,9 @@ class Reducer(Protocol):
     """Sums over all ranks of a grid, divided; see ``TwoStageReducer``."""
 
     def reduce(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
+        self, unsharded: Tensor, table: TwoStageTable, sharded: Tensor, *, first: bool, divisor: int
     ) -> StagedWork:
-        """Sum of ``slots`` over all ranks by ``divisor``, onto who keeps it."""
+        """Sum of ``unsharded`` over all ranks by ``divisor``, onto who keeps it."""
 
 
 class Transport(abc.ABC):
@@ -207,25 +207,25 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def reduce_scatter_v(
         self,
-        slots: Tensor,
+        unsharded: Tensor,
         table: ReduceTable,
-        window: Tensor,
+        sharded: Tensor,
         *,
         first: bool,
         divisor: int,
     ) -> Work:
-        """Sum of ``slots (numel,)`` over the ranks by ``divisor``, each segment to its rank.
+        """Sum of ``unsharded (numel,)`` over the ranks by ``divisor``, each segment to its rank.
 
-        ``window`` holds this rank's segments one after another in table order; the result is
-        stored there if ``first``, else added. The slots may be reused at once, or after
-        ``wait()`` where the work ``borrows`` them.
+        ``sharded`` holds this rank's segments one after another in table order; the result is
+        stored there if ``first``, else added. ``unsharded`` may be reused at once, or after
+        ``wait()`` where the work ``borrows`` it.
         """
 
     def reduce_alone(
-        self, slots: Tensor, table: ReduceTable, window: Tensor, *, first: bool, divisor: int
+        self, unsharded: Tensor, table: ReduceTable, sharded: Tensor, *, first: bool, divisor: int
     ) -> Work:
         """``reduce_scatter_v`` on one rank: nothing travels, but the wire dtype still rounds."""
-        mean_into([pack(slots, table.of(0), self.wire_dtype)], window, divisor, first=first)
+        mean_into([pack(unsharded, table.of(0), self.wire_dtype)], sharded, divisor, first=first)
         return Work(name="reduction")
 
     def count(self, operation: str, nbytes: int) -> None:
@@ -302,22 +302,22 @@ def unpack(packed: Tensor, buffer: Tensor, segments: Sequence[TableSegment]) -> 
         start += segment.numel
 
 
-def mean_into(parts: Sequence[Tensor], window: Tensor, divisor: int, *, first: bool) -> None:
-    """``window (+)= sum(parts) / divisor``, summed in rank order in the window's dtype.
+def mean_into(parts: Sequence[Tensor], sharded: Tensor, divisor: int, *, first: bool) -> None:
+    """``sharded (+)= sum(parts) / divisor``, summed in rank order in the sharded gradient's dtype.
 
     The fixed order makes the sum reproducible bit for bit, whatever the transport's own algorithm
     would do.
     """
-    total = parts[0].to(window.dtype, copy=True)
+    total = parts[0].to(sharded.dtype, copy=True)
     for part in parts[1:]:
         total.add_(part)
     total.div_(divisor)
-    store(total, window, first=first)
+    store(total, sharded, first=first)
 
 
-def store(total: Tensor, window: Tensor, *, first: bool) -> None:
-    """Put a finished reduction into its window: stored if ``first``, else added."""
+def store(total: Tensor, sharded: Tensor, *, first: bool) -> None:
+    """Put a finished reduction into its sharded gradient: stored if ``first``, else added."""
     if first:
-        window.copy_(total)
+        sharded.copy_(total)
     else:
-        window.add_(total)
+        sharded.add_(total)

@@ -62,23 +62,23 @@ class GroupedTransport(Transport):
 
     def reduce_scatter_v(
         self,
-        slots: Tensor,
+        unsharded: Tensor,
         table: ReduceTable,
-        window: Tensor,
+        sharded: Tensor,
         *,
         first: bool,
         divisor: int,
     ) -> Work:
         """See Transport."""
         if self.world == 1:
-            return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
+            return self.reduce_alone(unsharded, table, sharded, first=first, divisor=divisor)
         self.count_reduction(table)
-        if self.native(slots):
-            return coalesced_reduces(self, slots, table, window, first=first, divisor=divisor)
+        if self.native(unsharded):
+            return coalesced_reduces(self, unsharded, table, sharded, first=first, divisor=divisor)
         sizes = table.sizes
         mine = sizes[self.rank]
-        sent = pack(slots, table.segments, self.wire_dtype, alias=False)
-        received = torch.empty(self.world * mine, dtype=self.wire_dtype, device=slots.device)
+        sent = pack(unsharded, table.segments, self.wire_dtype, alias=False)
+        received = torch.empty(self.world * mine, dtype=self.wire_dtype, device=unsharded.device)
         handle = dist.all_to_all_single(
             received,
             sent,
@@ -90,6 +90,6 @@ class GroupedTransport(Transport):
 
         def finish() -> None:
             if mine:
-                mean_into(received.view(self.world, mine).unbind(), window, divisor, first=first)
+                mean_into(received.view(self.world, mine).unbind(), sharded, divisor, first=first)
 
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")

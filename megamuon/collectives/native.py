@@ -43,18 +43,20 @@ def reduce_views(
 
 def coalesced_reduces(
     transport: Transport,
-    slots: Tensor,
+    unsharded: Tensor,
     table: ReduceTable,
-    window: Tensor,
+    sharded: Tensor,
     *,
     first: bool,
     divisor: int,
 ) -> Work:
-    """One reduce per segment, grouped; FP32 reduction of BF16 slots is cast at send.
+    """One reduce per segment, grouped; FP32 reduction of BF16 unsharded gradients is cast at send.
 
     NCCL averages by itself where the divisor is the number of ranks.
     """
-    wire = slots if slots.dtype == transport.wire_dtype else slots.to(transport.wire_dtype)
+    wire = (
+        unsharded if unsharded.dtype == transport.wire_dtype else unsharded.to(transport.wire_dtype)
+    )
     average = divisor == transport.world
     handles = reduce_views(
         transport.reduce_group,
@@ -67,9 +69,9 @@ def coalesced_reduces(
         if mine:
             total = torch.cat([wire[s.offset : s.offset + s.numel] for s in mine])
             if not average:
-                total = total.to(window.dtype).div_(divisor)
-            store(total, window, first=first)
+                total = total.to(sharded.dtype).div_(divisor)
+            store(total, sharded, first=first)
 
     return Work(
-        handles=handles, finish=finish, keep=(wire,), borrows=wire is slots, name="reduction"
+        handles=handles, finish=finish, keep=(wire,), borrows=wire is unsharded, name="reduction"
     )

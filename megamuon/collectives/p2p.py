@@ -103,27 +103,27 @@ class PeerToPeerTransport(Transport):
 
     def reduce_scatter_v(
         self,
-        slots: Tensor,
+        unsharded: Tensor,
         table: ReduceTable,
-        window: Tensor,
+        sharded: Tensor,
         *,
         first: bool,
         divisor: int,
     ) -> Work:
-        """See Transport. Slots that have the wire dtype are sent as they lie: the work borrows
+        """See Transport. Gradients that have the wire dtype are sent as they lie: the work borrows
         them.
         """
         if self.world == 1:
-            return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
+            return self.reduce_alone(unsharded, table, sharded, first=first, divisor=divisor)
         self.count_reduction(table)
-        wire = slots if slots.dtype == self.wire_dtype else slots.to(self.wire_dtype)
+        wire = unsharded if unsharded.dtype == self.wire_dtype else unsharded.to(self.wire_dtype)
         segments = table.of(self.rank)
         mine = table.sizes[self.rank]
         starts, start = {}, 0
         for segment in segments:
             starts[segment.offset] = start
             start += segment.numel
-        parts = torch.empty(self.world, mine, dtype=self.wire_dtype, device=slots.device)
+        parts = torch.empty(self.world, mine, dtype=self.wire_dtype, device=unsharded.device)
         batch = _Batch(self, self.reduce_group)
         for tag, transfer in enumerate(self.schedule(table)):
             if self.rank == transfer.owner:
@@ -139,13 +139,13 @@ class PeerToPeerTransport(Transport):
 
         def finish() -> None:
             if mine:
-                mean_into(parts.unbind(), window, divisor, first=first)
+                mean_into(parts.unbind(), sharded, divisor, first=first)
 
         return Work(
             handles=handles,
             finish=finish,
             keep=(wire, parts),
-            borrows=wire is slots,
+            borrows=wire is unsharded,
             name="reduction",
         )
 

@@ -52,26 +52,26 @@ class PaddedTransport(Transport):
 
     def reduce_scatter_v(
         self,
-        slots: Tensor,
+        unsharded: Tensor,
         table: ReduceTable,
-        window: Tensor,
+        sharded: Tensor,
         *,
         first: bool,
         divisor: int,
     ) -> Work:
         """See Transport."""
         if self.world == 1:
-            return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
+            return self.reduce_alone(unsharded, table, sharded, first=first, divisor=divisor)
         share = max(table.sizes, default=0)
         if not share:
             return Work(name="reduction")
         self.count("reduce", share * self.wire_dtype.itemsize * (self.world - 1))
         mine = table.sizes[self.rank]
-        sent = torch.zeros(self.world, share, dtype=self.wire_dtype, device=slots.device)
+        sent = torch.zeros(self.world, share, dtype=self.wire_dtype, device=unsharded.device)
         for rank, size in enumerate(table.sizes):
-            sent[rank, :size] = pack(slots, table.of(rank), self.wire_dtype)
-        if self.native(slots):
-            return self._reduce_natively(sent.view(-1), mine, window, divisor, first)
+            sent[rank, :size] = pack(unsharded, table.of(rank), self.wire_dtype)
+        if self.native(unsharded):
+            return self._reduce_natively(sent.view(-1), mine, sharded, divisor, first)
         received = torch.empty_like(sent)
         handle = dist.all_to_all_single(
             received.view(-1), sent.view(-1), group=self.reduce_group, async_op=True
@@ -79,12 +79,12 @@ class PaddedTransport(Transport):
 
         def finish() -> None:
             if mine:
-                mean_into(received[:, :mine].unbind(), window, divisor, first=first)
+                mean_into(received[:, :mine].unbind(), sharded, divisor, first=first)
 
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")
 
     def _reduce_natively(
-        self, sent: Tensor, mine: int, window: Tensor, divisor: int, first: bool
+        self, sent: Tensor, mine: int, sharded: Tensor, divisor: int, first: bool
     ) -> Work:
         """NCCL's reduce-scatter, which averages by itself where the divisor is the number of
         ranks.
@@ -98,8 +98,8 @@ class PaddedTransport(Transport):
             if mine:
                 total = received[:mine]
                 if not average:
-                    total = total.to(window.dtype).div_(divisor)
-                store(total, window, first=first)
+                    total = total.to(sharded.dtype).div_(divisor)
+                store(total, sharded, first=first)
 
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")
 

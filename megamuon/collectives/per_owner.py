@@ -61,9 +61,9 @@ class PerOwnerTransport(Transport):
 
     def reduce_scatter_v(
         self,
-        slots: Tensor,
+        unsharded: Tensor,
         table: ReduceTable,
-        window: Tensor,
+        sharded: Tensor,
         *,
         first: bool,
         divisor: int,
@@ -72,27 +72,27 @@ class PerOwnerTransport(Transport):
         in FP32.
         """
         if self.world == 1:
-            return self.reduce_alone(slots, table, window, first=first, divisor=divisor)
+            return self.reduce_alone(unsharded, table, sharded, first=first, divisor=divisor)
         self.count_reduction(table)
         handles, kept = [], []
         finish: Callable[[], None] | None = None
         for rank, size in enumerate(table.sizes):
             if not size:
                 continue
-            handle, parts = self._to_owner(slots, table.of(rank), rank)
+            handle, parts = self._to_owner(unsharded, table.of(rank), rank)
             handles.append(handle)
             kept.extend(parts)
             if rank == self.rank:
-                finish = self._finisher(parts, window, divisor, first)
+                finish = self._finisher(parts, sharded, divisor, first)
         return Work(handles=handles, finish=finish, keep=tuple(kept), name="reduction")
 
     def _to_owner(
-        self, slots: Tensor, segments: tuple[TableSegment, ...], rank: int
+        self, unsharded: Tensor, segments: tuple[TableSegment, ...], rank: int
     ) -> tuple[dist.Work, list[Tensor]]:
         destination = self.peer(self.reduce_group, rank)
-        # A reduce writes into its input on the destination: never hand it the slots themselves.
-        message = pack(slots, segments, self.wire_dtype, alias=False)
-        if self.wire_dtype.itemsize >= 4 or self.native(slots):
+        # A reduce writes into its input on the destination: hand it a copy.
+        message = pack(unsharded, segments, self.wire_dtype, alias=False)
+        if self.wire_dtype.itemsize >= 4 or self.native(unsharded):
             handle = dist.reduce(message, destination, group=self.reduce_group, async_op=True)
             return handle, [message]
         parts = None
@@ -104,6 +104,6 @@ class PerOwnerTransport(Transport):
         return handle, parts if parts is not None else [message]
 
     def _finisher(
-        self, parts: list[Tensor], window: Tensor, divisor: int, first: bool
+        self, parts: list[Tensor], sharded: Tensor, divisor: int, first: bool
     ) -> Callable[[], None]:
-        return lambda: mean_into(parts, window, divisor, first=first)
+        return lambda: mean_into(parts, sharded, divisor, first=first)

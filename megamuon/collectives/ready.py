@@ -64,15 +64,17 @@ class ReadyTransport(Transport):
 
     def reduce_scatter_v(
         self,
-        slots: Tensor,
+        unsharded: Tensor,
         table: ReduceTable,
-        window: Tensor,
+        sharded: Tensor,
         *,
         first: bool,
         divisor: int,
     ) -> Work:
         """A plain reduction along the replica; pooled gradients go through ReadyReducer instead."""
-        return self.fallback.reduce_scatter_v(slots, table, window, first=first, divisor=divisor)
+        return self.fallback.reduce_scatter_v(
+            unsharded, table, sharded, first=first, divisor=divisor
+        )
 
     def check_schedules(self, tables: list[GatherTable]) -> None:
         """See Transport."""
@@ -132,15 +134,15 @@ class ReadyTransport(Transport):
 
 @dataclass(frozen=True)
 class OwnedPiece:
-    """``numel`` elements at ``offset`` of a group's slots, summed at (replica, shard), ``window``
-    elements into that rank's window of the group.
+    """``numel`` elements at ``offset`` of a group's gradients, summed at (replica, shard),
+    ``start`` elements into what that rank keeps of the group.
     """
 
     replica: int
     shard: int
     offset: int
     numel: int
-    window: int
+    start: int
 
 
 def owned_pieces(table: TwoStageTable) -> Iterator[OwnedPiece]:
@@ -151,7 +153,7 @@ def owned_pieces(table: TwoStageTable) -> Iterator[OwnedPiece]:
         held = iter(table.shards.of(shard))
         segment = next(held, None)
         used = 0  # elements of the segment that are taken
-        filled: dict[int, int] = {}  # per replica: elements of its window so far
+        filled: dict[int, int] = {}  # per replica: elements that it keeps so far
         replicas = {piece.replica for piece in pieces}
         for piece in pieces:
             replica = piece.replica or 0
@@ -168,7 +170,7 @@ def owned_pieces(table: TwoStageTable) -> Iterator[OwnedPiece]:
         if None in replicas and len(replicas) > 1:
             raise ValueError(
                 f"shard {shard} mixes pieces of one replica with pieces that all replicas keep:"
-                " their windows differ from replica to replica, which takes the grouped reduction"
+                " what they keep differs from replica to replica, which takes the grouped reduction"
             )
 
 
@@ -188,13 +190,13 @@ class _Pooled:
     """What of a group lies in the pool of every rank."""
 
     table: TwoStageTable  # keeps it alive, and its identity with it
-    window: int  # bytes from the start of the pool
-    dtypes: frozenset[torch.dtype]  # of the slots that do
+    sharded: int  # where the reduced gradient lies: bytes from the start of the pool
+    dtypes: frozenset[torch.dtype]  # of the unsharded gradients that lie in the pool
     name: str  # of the group
 
 
 class ReadyReducer:
-    """Sums over R x K ranks, by a divisor, onto owners anywhere: pooled slots by the operator,
+    """Sums over R x K ranks, by a divisor, onto owners anywhere: pooled gradients by the operator,
     others by ``fallback``.
     """
 
@@ -210,49 +212,50 @@ class ReadyReducer:
     def pool(
         self,
         table: TwoStageTable,
-        window: int,
+        sharded: int,
         dtypes: Iterable[torch.dtype],
         window_dtype: torch.dtype,
         *,
         name: str = "",
     ) -> None:
-        """From now on slots of ``dtypes`` of the group of ``table`` lie in the pool, its window (of
-        ``window_dtype``) at byte ``window`` of every rank's; errors call the group ``name``. The
-        operators' tables are frozen now, so that no pass has to. All ranks call this for the same
-        groups in the same order. Raises ValueError for a table that the operator cannot reduce.
+        """From now on unsharded gradients of ``dtypes`` of the group of ``table`` lie in the pool,
+        its sharded gradient (of ``window_dtype``) at byte ``sharded`` of every rank's; errors call
+        the group ``name``. The operators' tables are frozen now, so that no pass has to. All ranks
+        call this for the same groups in the same order. Raises ValueError for a table that the
+        operator cannot reduce.
         """
         for _ in owned_pieces(table):
             pass
-        self._pooled[id(table)] = _Pooled(table, window, frozenset(dtypes), name)
+        self._pooled[id(table)] = _Pooled(table, sharded, frozenset(dtypes), name)
         for dtype in sorted(self._pooled[id(table)].dtypes, key=str):
             self._table(table, dtype, window_dtype)
         if self._shares_of(table):
             self._share_table(table, window_dtype)
 
     def reduce(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
+        self, unsharded: Tensor, table: TwoStageTable, sharded: Tensor, *, first: bool, divisor: int
     ) -> StagedWork:
-        """See TwoStageReducer.reduce. The slots stay borrowed until the work is over. Raises
-        CollectiveError where slots that lie in the pool of all ranks lie elsewhere on this one.
+        """See TwoStageReducer.reduce. ``unsharded`` stays borrowed until the work is over. Raises
+        CollectiveError where it lies in the pool of all ranks but elsewhere on this one.
         """
         held = self._pooled.get(id(table))
-        if held is None or slots.dtype not in held.dtypes:
-            return self.fallback.reduce(slots, table, window, first=first, divisor=divisor)
-        base, at = self.fabric.offset_of(slots), held.window
+        if held is None or unsharded.dtype not in held.dtypes:
+            return self.fallback.reduce(unsharded, table, sharded, first=first, divisor=divisor)
+        base, at = self.fabric.offset_of(unsharded), held.sharded
         if base is None:
             raise CollectiveError("gradients of a pooled group are not in the pool of this rank")
-        self._count(table, window)
-        number = self._table(table, slots.dtype, window.dtype)
+        self._count(table, sharded)
+        number = self._table(table, unsharded.dtype, sharded.dtype)
         with stage(STAGE_1):
             ticket = self._operator.reduce_scatter(number, base, at, first=first, divisor=divisor)
         work = Work(handles=[Ticket(self._operator, ticket)], borrows=True, name="reduction")
         later: list[tuple[str, Callable[[], Work]]] = []
         if self._shares_of(table):
-            later.append((STAGE_2_SHARE, lambda: self._share_work(table, at, window.dtype)))
+            later.append((STAGE_2_SHARE, lambda: self._share_work(table, at, sharded.dtype)))
         return _Reduction(work, later, self._queue)
 
-    def _table(self, table: TwoStageTable, slot: torch.dtype, window: torch.dtype) -> int:
-        key = (id(table), slot, window)
+    def _table(self, table: TwoStageTable, unsharded: torch.dtype, sharded: torch.dtype) -> int:
+        key = (id(table), unsharded, sharded)
         if key not in self._tables:
             pieces = [piece for piece in owned_pieces(table) if piece.numel]
             places = [self.fabric.nodes.place(p.replica, p.shard) for p in pieces]
@@ -261,10 +264,10 @@ class ReadyReducer:
                 columns=[shard for _, shard in places],
                 offsets=[p.offset for p in pieces],
                 numels=[p.numel for p in pieces],
-                windows=[p.window for p in pieces],
-                slot_dtype=slot,
+                windows=[p.start for p in pieces],
+                slot_dtype=unsharded,
                 wire_dtype=self.fallback.wire_dtype,
-                window_dtype=window,
+                window_dtype=sharded,
                 name=self._name(table, f"reduction {len(self._tables)}"),
             )
         return self._tables[key]
@@ -274,7 +277,7 @@ class ReadyReducer:
         return held.name if held is not None and held.name else otherwise
 
     def _share_work(self, table: TwoStageTable, at: int, dtype: torch.dtype) -> Work:
-        """Replica 0's window, which holds the finished sums, to every replica."""
+        """Replica 0's sharded gradient, which holds the finished sums, to every replica."""
         assert self._share is not None
         ticket = self._share.all_gather(self._share_table(table, dtype), at)
         return Work(handles=[Ticket(self._share, ticket)], name="reduction")
@@ -296,7 +299,7 @@ class ReadyReducer:
             )
         return self._shares[key]
 
-    def _count(self, table: TwoStageTable, window: Tensor) -> None:
+    def _count(self, table: TwoStageTable, sharded: Tensor) -> None:
         """What the operator sends: contributions inside the replica, partial sums along the
         rail.
         """
@@ -311,7 +314,7 @@ class ReadyReducer:
         )
         if fallback.replica == 0:
             shared = sum(p.numel for p in pieces if p.replica is None)
-            fallback.count(shared * (fallback.replicas - 1) * window.element_size())
+            fallback.count(shared * (fallback.replicas - 1) * sharded.element_size())
 
 
 def _kept_by_all_replicas(table: TwoStageTable) -> bool:

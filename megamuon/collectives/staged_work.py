@@ -41,7 +41,7 @@ class StagedWork:
 
     @property
     def borrows(self) -> bool:
-        """Whether the slots must stay as they are, which ends when stage 1 is over."""
+        """Whether the input must stay as it is, which ends when stage 1 is over."""
         return self._borrows and not self._advanced
 
     def advance(self) -> None:
@@ -60,14 +60,14 @@ class StagedWork:
         if self._name == STAGE_1:
             self._wait()
 
-    def free_slots(self) -> None:
-        """Return when the slots are read no more, with the next stage started; again: nothing
+    def free_unsharded(self) -> None:
+        """Return when the input is read no more, with the next stage started; again: nothing
         happens. Raises CollectiveError.
         """
         StagedWork.advance(self)  # one that never blocks is no help here
 
     def wait(self) -> None:
-        """Return when the window holds the result; again: nothing happens. Raises CollectiveError
+        """Return when the output holds the result; again: nothing happens. Raises CollectiveError
         naming the stage where a peer was lost.
         """
         self._start_predecessors()

@@ -3,8 +3,8 @@
 Owns ``TwoStageReducer`` and its tables. Stage 1 sums the gradients of a replica onto the shard that
 keeps them; stage 2 sums what the ranks of that rail hold onto the owner's replica, or onto every
 replica where all replicas keep it.  Invariant: one order of additions, whatever the transport and
-the timing. Inside a replica k = 0 .. K-1, added in the window's dtype and rounded to the wire
-dtype; then, for an owner in replica o, the replicas o+1, o+2, ..., o (mod R), added in the window's
+the timing. Inside a replica k = 0 .. K-1, added in the output's dtype and rounded to the wire
+dtype; then, for an owner in replica o, the replicas o+1, o+2, ..., o (mod R), added in the output's
 dtype and rounded to the wire dtype before each further hop, but not after the last addition, which
 is the owner's; then one division, by what the caller says. A piece that all replicas keep is summed
 as if replica 0 owned it, element by element, so its value depends neither on how it is cut nor on
@@ -69,11 +69,11 @@ class TwoStageTable:
                 )
 
     def pieces(self, shard: int, replica: int) -> tuple[ReplicaSegment, ...]:
-        """What the rank in ``replica`` and ``shard`` keeps, in the order of its window."""
+        """What the rank in ``replica`` and ``shard`` keeps, in the order of its output."""
         return tuple(piece for piece in self.replicas[shard] if piece.replica in (replica, None))
 
     def numel_of(self, shard: int, replica: int) -> int:
-        """Elements of that rank's window."""
+        """Elements of that rank's output."""
         return sum(piece.numel for piece in self.pieces(shard, replica))
 
 
@@ -114,18 +114,18 @@ class TwoStageReducer:
         self._queue: deque[StagedWork] = deque()
 
     def reduce(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
+        self, unsharded: Tensor, table: TwoStageTable, sharded: Tensor, *, first: bool, divisor: int
     ) -> StagedWork:
-        """Sum of ``slots (numel,)`` over all ranks by ``divisor``: stored in ``window`` if
+        """Sum of ``unsharded (numel,)`` over all ranks by ``divisor``: stored in ``sharded`` if
         ``first``, else added.
 
-        ``window`` holds this rank's pieces (``table.pieces``) back to back; sums are taken in its
-        dtype. Raises ValueError for a window of another size and for a replica outside the grid.
+        ``sharded`` holds this rank's pieces (``table.pieces``) back to back; sums are taken in its
+        dtype. Raises ValueError for an output of another size and for a replica outside the grid.
         """
         pieces = table.replicas[self.shard]
         wanted = table.numel_of(self.shard, self.replica)
-        if window.numel() != wanted:
-            raise ValueError(f"a window of {window.numel()} elements for pieces of {wanted}")
+        if sharded.numel() != wanted:
+            raise ValueError(f"an output of {sharded.numel()} elements for pieces of {wanted}")
         if any(piece.replica is not None and piece.replica >= self.replicas for piece in pieces):
             raise ValueError(
                 f"a piece of shard {self.shard} names a replica outside {self.replicas}"
@@ -133,17 +133,17 @@ class TwoStageReducer:
         with stage(STAGE_1):
             if self.replicas == 1:
                 alone = self.transport.reduce_scatter_v(
-                    slots, table.shards, window, first=first, divisor=divisor
+                    unsharded, table.shards, sharded, first=first, divisor=divisor
                 )
                 return StagedWork(alone, (), self._queue)
-            staged = window.new_empty(table.shards.sizes[self.shard])
+            staged = sharded.new_empty(table.shards.sizes[self.shard])
             work = self.transport.reduce_scatter_v(
-                slots, table.shards, staged, first=True, divisor=1
+                unsharded, table.shards, staged, first=True, divisor=1
             )
         later: Sequence[tuple[str, Callable[[], Work]]] = ()
         if staged.numel():
-            kind = _NativeRail if self.transport.native(slots) else _GlooRail
-            later = kind(self, pieces, staged, _Target(window, first, divisor)).stages()
+            kind = _NativeRail if self.transport.native(unsharded) else _GlooRail
+            later = kind(self, pieces, staged, _Target(sharded, first, divisor)).stages()
         return StagedWork(work, later, self._queue)
 
     def count(self, nbytes: int) -> None:
@@ -156,13 +156,13 @@ class TwoStageReducer:
 class _Target:
     """Where finished sums go."""
 
-    window: Tensor
+    sharded: Tensor
     first: bool
     divisor: int
 
     def take(self, total: Tensor) -> None:
-        """The one division, and the window."""
-        store(total.div_(self.divisor), self.window, first=self.first)
+        """The one division, and the output."""
+        store(total.div_(self.divisor), self.sharded, first=self.first)
 
 
 class _GlooRail:
@@ -170,7 +170,7 @@ class _GlooRail:
     one of finished sums where all replicas keep some.
 
     Each replica adds up its own pieces and a share of those that all replicas keep. The finished
-    sums travel in the window's dtype: rounded to a 16-bit wire they would lose what one replica
+    sums travel in the output's dtype: rounded to a 16-bit wire they would lose what one replica
     keeps.
     """
 
@@ -191,9 +191,9 @@ class _GlooRail:
         self.shared = [
             [_share(p, replica, reducer.replicas) for p in common] for replica in replicas
         ]
-        window = target.window
-        self.total = window.new_empty(0)
-        self.shares: list[Tensor] = [window.new_empty(_length(cut)) for cut in self.shared]
+        sharded = target.sharded
+        self.total = sharded.new_empty(0)
+        self.shares: list[Tensor] = [sharded.new_empty(_length(cut)) for cut in self.shared]
 
     def stages(self) -> list[tuple[str, Callable[[], Work]]]:
         """What follows stage 1."""
@@ -226,7 +226,7 @@ class _GlooRail:
         def finish() -> None:
             parts = received.view(reducer.replicas, mine)
             own = _length(self.owned[reducer.replica])
-            dtype = self.target.window.dtype
+            dtype = self.target.sharded.dtype
             self.total = chain_sum(parts[:, :own], reducer.replica, dtype)
             self.shares[reducer.replica] = chain_sum(parts[:, own:], 0, dtype)
             if not any(share.numel() for share in self.shares):
@@ -259,7 +259,7 @@ class _GlooRail:
         return Work(handles=[handle], finish=finish, keep=(sent, received), name="reduction")
 
     def _assemble(self, shares: Sequence[Tensor]) -> Tensor:
-        """Pieces in window order, from the owner's sums and all replicas' shares."""
+        """Pieces in the order of the output, from the owner's sums and all replicas' shares."""
         replicas = self.reducer.replicas
         parts: list[Tensor] = []
         taken, used = 0, [0] * replicas
@@ -323,7 +323,7 @@ class _NativeRail:
                 elif replica == reducer.replica:
                     parts.append(view)
             if parts:
-                total = torch.cat(parts).to(self.target.window.dtype)
+                total = torch.cat(parts).to(self.target.sharded.dtype)
                 self.target.take(total)
 
         return Work(handles=handles, finish=finish, keep=(wire, packed), name="reduction")

@@ -1,1 +1,1 @@
-"""Operators without parallel code: slot-writing linears, norms, rotations, losses, products."""
+"""Operators without parallel code: gradient-writing linears, norms, rotations, losses, products."""

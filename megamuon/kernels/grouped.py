@@ -2,15 +2,15 @@
 
 Owns ``grouped_linear``, the counterpart of ``kernels.linear`` for experts.  Invariants: rows are
 sorted by expert; the weights of all experts, where they lie back to back, are read as one 3-D view;
-weight gradients go straight to the slots, split by offset, and an expert without rows gets zeros
-there and counts as written, so that every rank touches the same experts.  A plain loop over the
-experts is oracle and fallback.  Tested by ``tests/kernels/test_grouped.py``.
+weight gradients go straight to where the runtime reduces them, split by offset, and an expert
+without rows gets zeros there and counts as written, so that every rank touches the same experts.  A
+plain loop over the experts is oracle and fallback.  Tested by ``tests/kernels/test_grouped.py``.
 
 What torch offers (``torch.nn.functional.grouped_mm``; measured on 2.13): on CPUs it computes FP32,
 BF16 and FP16, one expert after the other, refuses FP64, and refuses rows whose length is not a
 multiple of 16 bytes; its documentation promises BF16 on GPUs of compute capability 8.0 and up.  It
-takes no ``out``, so a weight gradient is one product for all experts and one write into the slots,
-where the loop's products write in place.  ``auto`` therefore takes it on such GPUs in BF16 and the
+takes no ``out``, so a weight gradient is one product for all experts and one copy, where the
+loop's products write in place.  ``auto`` therefore takes it on such GPUs in BF16 and the
 loop everywhere else; the loop has to know the counts on the host.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megamuon.kernels.linear import (
-    SLOT,
+    UNSHARDED,
     Destination,
     adjacent,
     destinations,
@@ -95,8 +95,8 @@ class _Grouped(torch.autograd.Function):
         ends = counts.cumsum(0, dtype=torch.int32) if grouped else None
         stops = None if grouped else list(accumulate(counts.tolist()))
         ctx.save_for_backward(inputs, ends)
-        # As in `kernels.linear`: parameters, not saved tensors, because only a slot's owner can
-        # bring a released weight back.
+        # As in `kernels.linear`: parameters, not saved tensors, because only the parameter's
+        # UnshardedGradient can bring a released weight back.
         ctx.blocks, ctx.stops, ctx.rest = blocks, stops, rest
         rows = sum(member.shape[0] for member in blocks[0])
         return _rows_by_experts(inputs, blocks, ends, stops, rest, rows, transposed=True)
@@ -108,9 +108,9 @@ class _Grouped(torch.autograd.Function):
         blocks: Sequence[Sequence[nn.Parameter]] = ctx.blocks
         for block in blocks:
             for weight in block:
-                slot = getattr(weight, SLOT, None)
-                if slot is not None:
-                    slot.ensure_weights()
+                unsharded = getattr(weight, UNSHARDED, None)
+                if unsharded is not None:
+                    unsharded.ensure_weights()
         wanted, flat = ctx.needs_input_grad, gradient.contiguous()
         to_inputs = None
         if wanted[0]:
@@ -184,30 +184,30 @@ def _grouped_gradients(
     inputs: Tensor,
     ends: Tensor,
 ) -> list[Tensor | None]:
-    """One product for all experts, then one write where all slots lie together in one state."""
+    """One product for all experts, then one write where all gradients lie together in one state."""
     product = _PRODUCT(flat.t(), inputs.contiguous(), offs=ends)  # type: ignore[misc]
     starts = torch.nn.functional.pad(ends[:-1], (1, 0))
     # Kernels differ in what they leave for an expert without rows.
     product.masked_fill_((starts == ends)[:, None, None], 0)
-    ready = [slot for _, slot in asked if slot is not None]
-    for slot in ready:
-        slot.ensure_slot()
-    if len(ready) == len(asked) and len({slot.written for slot in ready}) == 1:
-        gradients, members = [slot.gradient for slot in ready], len(blocks[0])
+    ready = [unsharded for _, unsharded in asked if unsharded is not None]
+    for unsharded in ready:
+        unsharded.ensure_storage()
+    if len(ready) == len(asked) and len({unsharded.written for unsharded in ready}) == 1:
+        gradients, members = [unsharded.gradient for unsharded in ready], len(blocks[0])
         if adjacent(gradients):
             whole = stacked([gradients[i : i + members] for i in range(0, len(asked), members)])
             whole.add_(product) if ready[0].written else whole.copy_(product)
-            for slot in ready:
-                slot.written = True
+            for unsharded in ready:
+                unsharded.written = True
             return [None] * len(asked)
     results: list[Tensor | None] = []
     for index, block in enumerate(blocks):
         parts = product[index].split([weight.shape[0] for weight in block])
         for part in parts:
-            want, slot = asked[len(results)]
-            if slot is not None:
-                slot.store(part)
-            results.append(part if want and slot is None else None)
+            want, unsharded = asked[len(results)]
+            if unsharded is not None:
+                unsharded.store(part)
+            results.append(part if want and unsharded is None else None)
     return results
 
 

@@ -1,13 +1,13 @@
-"""Linear layers whose weight gradients are born in their slots.
+"""Linear layers that write weight gradients straight into the memory that is reduced.
 
 Owns ``linear``, an autograd function over one or several weights that lie back to back (a *fusion
-block*), and the ``GradientSlot`` that a runtime may hang on a parameter. Invariant: without slots
-it is numerically the plain ``F.linear`` with ordinary gradients; with slots the weight-gradient
-GEMM writes straight into them (the first write of a micro-batch stores, later ones add) and
+block*), and the ``UnshardedGradient`` that a runtime may hang on a parameter. Invariant: without
+them it is numerically the plain ``F.linear`` with ordinary gradients; with them the weight-gradient
+GEMM writes straight into their memory (the first write of a micro-batch stores, later ones add) and
 autograd receives None, so no gradient is copied. A backward pass that asks for other gradients only
-(``torch.autograd.grad``, ``backward(inputs=...)``) writes nothing. The backward asks the slot's
-owner for the weights itself, so it never reads a released view, whatever the outputs of a module
-look like. Tested by ``tests/kernels/test_linear.py``.
+(``torch.autograd.grad``, ``backward(inputs=...)``) writes nothing. The backward asks
+``UnshardedGradient.ensure_weights`` for the weights itself, so it never reads a released view,
+whatever the outputs of a module look like. Tested by ``tests/kernels/test_linear.py``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-SLOT = "gradient_slot"  # attribute of a parameter that holds its GradientSlot
+UNSHARDED = "unsharded_gradient"  # attribute of a parameter that holds its UnshardedGradient
 
 
-class GradientSlot:
+class UnshardedGradient:
     """Where one parameter's gradient goes, and how to make its weight readable.
 
     ``gradient`` has the parameter's shape and is an alias outside autograd; a frozen parameter's is
@@ -30,19 +30,22 @@ class GradientSlot:
     ``ensure_weights`` gathers the parameter's group if it is released.
     """
 
-    __slots__ = ("ensure_slot", "ensure_weights", "gradient", "written")
+    __slots__ = ("ensure_storage", "ensure_weights", "gradient", "written")
 
     def __init__(
-        self, gradient: Tensor, ensure_weights: Callable[[], None], ensure_slot: Callable[[], None]
+        self,
+        gradient: Tensor,
+        ensure_weights: Callable[[], None],
+        ensure_storage: Callable[[], None],
     ) -> None:
         self.gradient = gradient
         self.ensure_weights = ensure_weights
-        self.ensure_slot = ensure_slot  # brings the slot's storage to life before the first write
+        self.ensure_storage = ensure_storage  # gives ``gradient`` memory before the first write
         self.written = False
 
     def store(self, value: Tensor) -> None:
         """Add ``value`` to what this micro-batch has written, or store it if it is the first."""
-        self.ensure_slot()
+        self.ensure_storage()
         if self.written:
             self.gradient.add_(value)
         else:
@@ -82,7 +85,8 @@ class _Linear(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(inputs)
         # Weights are kept as parameters, not as saved tensors: their storage may be released and
-        # refilled between forward and backward, and only the slot knows how to bring it back.
+        # refilled between forward and backward, and only the UnshardedGradient knows how to bring
+        # it back.
         ctx.weights, ctx.biases = weights, biases
         bias = fused(biases) if biases else None
         return torch.nn.functional.linear(inputs, fused(weights), bias)
@@ -93,9 +97,9 @@ class _Linear(torch.autograd.Function):
         (inputs,) = ctx.saved_tensors
         weights: Sequence[nn.Parameter] = ctx.weights
         for weight in weights:
-            slot = getattr(weight, SLOT, None)
-            if slot is not None:
-                slot.ensure_weights()
+            unsharded = getattr(weight, UNSHARDED, None)
+            if unsharded is not None:
+                unsharded.ensure_weights()
         flat = gradient.reshape(-1, gradient.shape[-1])
         wanted = ctx.needs_input_grad
         to_inputs = None
@@ -111,7 +115,7 @@ class _Linear(torch.autograd.Function):
 
 
 # Whether a gradient is to be computed, and where it goes; None: back to autograd.
-Destination = tuple[bool, GradientSlot | None]
+Destination = tuple[bool, UnshardedGradient | None]
 
 
 def destinations(
@@ -125,45 +129,45 @@ def destinations(
     """
     found: list[Destination] = []
     for parameter, want, (node, _) in zip(parameters, wanted, edges, strict=True):
-        slot = getattr(parameter, SLOT, None) if want else None
-        if slot is not None:
+        unsharded = getattr(parameter, UNSHARDED, None) if want else None
+        if unsharded is not None:
             try:
                 want = torch._C._will_engine_execute_node(node)
             except RuntimeError:  # torch.autograd.grad asks for this parameter: it gets a tensor
-                slot = None
-        found.append((want, slot if want else None))
+                unsharded = None
+        found.append((want, unsharded if want else None))
     return found
 
 
 def weight_gradients(
     weights: Sequence[nn.Parameter], asked: Sequence[Destination], flat: Tensor, inputs: Tensor
 ) -> list[Tensor | None]:
-    """One GEMM into adjacent slots where all members are wanted and in the same state; else one per
-    member.
+    """One GEMM into adjacent gradients where all members are wanted and in the same state; else
+    one per member.
     """
     rows = inputs.reshape(-1, inputs.shape[-1])
-    ready = [slot for _, slot in asked if slot is not None]
-    for slot in ready:
-        slot.ensure_slot()
-    if len(ready) == len(weights) > 1 and len({slot.written for slot in ready}) == 1:
-        gradients = [slot.gradient for slot in ready]
+    ready = [unsharded for _, unsharded in asked if unsharded is not None]
+    for unsharded in ready:
+        unsharded.ensure_storage()
+    if len(ready) == len(weights) > 1 and len({unsharded.written for unsharded in ready}) == 1:
+        gradients = [unsharded.gradient for unsharded in ready]
         if adjacent(gradients):
             _product(fused(gradients), flat, rows, ready[0].written)
-            for slot in ready:
-                slot.written = True
+            for unsharded in ready:
+                unsharded.written = True
             return [None] * len(weights)
     results: list[Tensor | None] = []
     start = 0
-    for weight, (want, slot) in zip(weights, asked, strict=True):
+    for weight, (want, unsharded) in zip(weights, asked, strict=True):
         part = flat[:, start : start + weight.shape[0]]
         start += weight.shape[0]
         if not want:
             results.append(None)
-        elif slot is None:
+        elif unsharded is None:
             results.append(part.t() @ rows)
         else:
-            _product(slot.gradient, part, rows, slot.written)
-            slot.written = True
+            _product(unsharded.gradient, part, rows, unsharded.written)
+            unsharded.written = True
             results.append(None)
     return results
 
@@ -181,11 +185,11 @@ def _bias_gradients(
     results: list[Tensor | None] = []
     total = flat.sum(0) if any(want for want, _ in asked) else None
     start = 0
-    for bias, (want, slot) in zip(biases, asked, strict=True):
+    for bias, (want, unsharded) in zip(biases, asked, strict=True):
         part = total[start : start + bias.shape[0]] if want else None  # type: ignore[index]
         start += bias.shape[0]
-        if part is not None and slot is not None:
-            slot.store(part)
+        if part is not None and unsharded is not None:
+            unsharded.store(part)
             part = None
         results.append(part)
     return results

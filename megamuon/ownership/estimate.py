@@ -40,10 +40,10 @@ sizes, but for optimizer state, which has no padding.
 
 A gather sends each segment from its holder straight to the other ranks of the replica, and a
 reduction the other way. Workspace: gathered buffers (at ZeRO-3 the largest group, the one
-prefetched and those that stay; at ZeRO-2 all), gradient slots of two groups (one is written, one is
-reduced) and the largest owner window. What the update of matrices moves is counted apart, in
-``update_plan.py``. Padding of buffers to an alignment and what a library allocates for itself
-are not in it. Everything is counted at tensor-parallel rank 0, whose pieces are the largest.
+prefetched and those that stay; at ZeRO-2 all), unsharded gradients of two groups (one is written,
+one is reduced) and the largest sharded gradient. What the update of matrices moves is counted
+apart, in ``update_plan.py``. Padding of buffers to an alignment and what a library allocates for
+itself are not in it. Everything is counted at tensor-parallel rank 0, whose pieces are the largest.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def traffic_formula(
 def _workspace(groups: Sequence[_Group], stage: int, width: int, reduce_width: int) -> np.ndarray:
     """Bytes per shard."""
     sizes = [int(group.led.sum()) for group in groups]
-    slots = sorted((int(group.led_trainable.sum()) for group in groups), reverse=True)[:2]
+    unsharded = sorted((int(group.led_trainable.sum()) for group in groups), reverse=True)[:2]
     if stage == 1:
         gathered = 0
     elif stage == 2:
@@ -338,8 +338,8 @@ def _workspace(groups: Sequence[_Group], stage: int, width: int, reduce_width: i
         pairs = list(zip(groups, sizes, strict=True))
         passing = sorted((size for group, size in pairs if not group.stays), reverse=True)
         gathered = sum(size for group, size in pairs if group.stays) + sum(passing[:2])
-    windows = np.max([group.led_trainable for group in groups], axis=0)
-    return (gathered + sum(slots)) * width + windows * reduce_width
+    sharded = np.max([group.led_trainable for group in groups], axis=0)
+    return (gathered + sum(unsharded)) * width + sharded * reduce_width
 
 
 def estimate(

@@ -41,12 +41,12 @@ issues it all the same, the reduction of a group whose gradients are not all the
 whatever a rank waits for, it has issued all that comes before; then the first collective that is
 not over has been issued by every rank, and ends. Later stages of a reduction start with the
 reductions that follow it, at the latest, and nobody waits for them earlier
-(``Reductions.free_slots``).
+(``Reductions.free_unsharded``).
 
 A reduction that had to start before all gradients of its group were there sends what there is. What
-comes later stays in the slots, joins the next reduction of the group, or is reduced before the
-update: the norm's exchange tells all ranks whether there is any (``values``, ``settle``). A model
-that all ranks run in the recorded order never needs that.
+comes later stays where it was written, joins the next reduction of the group, or is reduced before
+the update: the norm's exchange tells all ranks whether there is any (``values``, ``settle``). A
+model that all ranks run in the recorded order never needs that.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Engine(ForwardPass):
         self.micro_batch_done: Callable[[], None] | None = None  # called at the end of a backward
         self.accumulate_only = False  # True: this micro-batch keeps its gradients on the rank
         self.accumulated = False  # some micro-batch has done so and nothing was reduced since
-        self.copied_bytes = 0  # gradient bytes that had to be copied into their slots
+        self.copied_bytes = 0  # gradient bytes that had to be copied into the groups' buffers
         self.born_bytes = 0  # gradient bytes that were written there
         self._order_due = False  # all ranks take rank 0's latest order after this step
         # --- this backward pass ---
@@ -222,19 +222,21 @@ class Engine(ForwardPass):
                 group.entered = False  # another use of it says when it starts
 
     def gradient(self, group: LayerGroup, name: str, parameter: nn.Parameter) -> None:
-        """``parameter`` has its gradient of this pass: in its slot already, or in ``.grad``."""
+        """``parameter`` has its gradient of this pass: in the group's buffer already, or in
+        ``.grad``.
+        """
         self._begin_backward()
         # A reduced group is a released one: the gather order must have passed it first, or the
         # sweep would gather it again on this rank alone.
         self._reach(group)
-        slot = group.slots[name]
-        born = slot.written
+        unsharded = group.unsharded[name]
+        born = unsharded.written
         if parameter.grad is not None:
-            self.copied_bytes += slot.gradient.numel() * slot.gradient.element_size()
-            slot.store(parameter.grad)
+            self.copied_bytes += unsharded.gradient.numel() * unsharded.gradient.element_size()
+            unsharded.store(parameter.grad)
             parameter.grad = None
         elif born:
-            self.born_bytes += slot.gradient.numel() * slot.gradient.element_size()
+            self.born_bytes += unsharded.gradient.numel() * unsharded.gradient.element_size()
         group.fired.add(name)
         if group.complete:
             self._ready.add(group.index)
@@ -281,7 +283,7 @@ class Engine(ForwardPass):
     def _forget_backward(self) -> None:
         for group in self.groups:
             group.fired.clear()
-            group.expected = frozenset(group.slots)
+            group.expected = frozenset(group.unsharded)
             for use in group.uses:
                 use.forget()
             group.uses_over.clear()

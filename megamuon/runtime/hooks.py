@@ -2,7 +2,7 @@
 
 Owns all forward, backward and gradient hooks. Invariant: a forward that stops early (recomputation,
 an exception) leaves nothing behind that the next one does not replace. Foreign ``nn.Linear``
-modules compute through our slot-writing function, so that their gradients need no copy either.
+modules compute through our gradient-writing function, so that their gradients need no copy either.
 Tested by ``tests/distributed/test_runtime_rules.py``.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megamuon.collectives import CollectiveError
-from megamuon.kernels.linear import SLOT, GradientSlot, linear
+from megamuon.kernels.linear import UNSHARDED, UnshardedGradient, linear
 from megamuon.matrices import Kind, declared_kind
 from megamuon.runtime.engine import Engine, backward_running
 from megamuon.runtime.frozen import may_pass_gradients
@@ -126,11 +126,11 @@ def check_hook_contract() -> None:
     """
     weight, fired = nn.Parameter(torch.ones(1, 1)), []
     weight.register_post_accumulate_grad_hook(lambda _: fired.append(True))
-    slot = GradientSlot(torch.empty(1, 1), lambda: None, lambda: None)
-    setattr(weight, SLOT, slot)
+    unsharded = UnshardedGradient(torch.empty(1, 1), lambda: None, lambda: None)
+    setattr(weight, UNSHARDED, unsharded)
     with torch.enable_grad():
         linear(torch.ones(1, 1), [weight]).sum().backward()
-    if fired != [True] or not slot.written:
+    if fired != [True] or not unsharded.written:
         raise RuntimeError(
             f"torch {torch.__version__} does not report parameters whose gradients are written in"
             " place (post-accumulate hooks): 2.11 and 2.13 do"
@@ -143,7 +143,7 @@ def attach_parameters(
     """Tell the engine when a parameter of ``group`` has its gradient of this backward pass.
 
     The hook of torch fires once per backward, when all uses of the parameter have contributed, and
-    also when they all wrote to the slot and returned None.
+    also when they all wrote to the group's buffer and returned None.
     """
     for logical in group.trainable:
         parameter = parameters[logical.name]
@@ -159,10 +159,10 @@ def route_linears(model: nn.Module) -> None:
     """
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
-            module.forward = _slot_forward(module)  # type: ignore[method-assign]
+            module.forward = _unsharded_forward(module)  # type: ignore[method-assign]
 
 
-def _slot_forward(module: nn.Linear) -> Any:
+def _unsharded_forward(module: nn.Linear) -> Any:
     def forward(input: Tensor) -> Tensor:
         return linear(input, [module.weight], [module.bias])
 
@@ -202,6 +202,6 @@ def _refuse_double_backward(gradient: Tensor) -> None:
     """Autograd records in a backward pass only where create_graph asks it to."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "backward(create_graph=True): gradients of a sharded model are written to their slots"
+            "backward(create_graph=True): gradients of a sharded model are written to a buffer"
             " and reduced, not recorded; second derivatives need the model unsharded"
         )

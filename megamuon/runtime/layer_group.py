@@ -1,10 +1,10 @@
 """Layer groups: what FSDP calls a unit, over segment tables.
 
-Owns one group's flat compute buffer, gradient slots, local masters and owner windows. Invariants:
-FP32 masters exist once per segment of the plan (a slice that every replica keeps: once per
-replica); the slots of a group have the layout of its trainable parameters; nothing here asks which
-layout a parameter has, the segment table says it all. Tested by
-``tests/runtime/test_layer_group.py`` and the equivalence tests.
+Owns one group's flat compute buffer, its unsharded gradients, and of this rank's segments masters
+and sharded gradients. Invariants: FP32 masters exist once per segment of the plan (a slice that
+every replica keeps: once per replica); the unsharded gradients of a group lie as its trainable
+parameters do; nothing here asks which layout a parameter has, the segment table says it all. Tested
+by ``tests/runtime/test_layer_group.py`` and the equivalence tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from megamuon.collectives import StagedWork, Work
-from megamuon.kernels.linear import SLOT, GradientSlot
+from megamuon.kernels.linear import UNSHARDED, UnshardedGradient
 from megamuon.matrices import LogicalParameter
 from megamuon.mesh import Mesh
 from megamuon.ownership.groups import GroupKey
@@ -34,8 +34,8 @@ from megamuon.runtime.released import Guard, assign_data
 class LocalSegment:
     """A piece of a parameter that this rank holds: elements ``start..stop`` of its tp piece.
 
-    ``window`` changes once, when it moves into the symmetric pool; so does the ``master`` of what
-    does not train, where a leader's copy holds it.
+    ``sharded_gradient`` changes once, when it moves into the symmetric pool; so does the ``master``
+    of what does not train, where a leader's copy holds it.
     """
 
     parameter: LogicalParameter
@@ -43,7 +43,7 @@ class LocalSegment:
     start: int
     stop: int
     master: Tensor  # (stop - start,) in the master dtype; of a frozen one in what gathers send
-    window: Tensor | None  # reduced gradient, same length; None for a frozen parameter
+    sharded_gradient: Tensor | None  # reduced gradient, same length; None for a frozen parameter
     _views: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -75,10 +75,10 @@ class LocalSegment:
         return self._view("master", self.master)
 
     @property
-    def window_view(self) -> Tensor:
-        """``window`` as ``shaped`` gives it, made anew only after it has moved."""
-        assert self.window is not None
-        return self._view("window", self.window)
+    def sharded_view(self) -> Tensor:
+        """``sharded_gradient`` as ``shaped`` gives it, made anew only after it has moved."""
+        assert self.sharded_gradient is not None
+        return self._view("sharded_gradient", self.sharded_gradient)
 
     def _view(self, name: str, flat: Tensor) -> Tensor:
         made = self._views.get(name)
@@ -148,7 +148,7 @@ class LayerGroup:
         if self.sent_dtype != compute_dtype:
             self.sent = _released(self.weights.layout, self.sent_dtype, device)
         self.gradients = _released(layout(self.trainable), compute_dtype, device)
-        # Sum of the slots of several micro-batches under --gradient-reduction step.
+        # Sum of the unsharded gradients of several micro-batches under --gradient-reduction step.
         self.sums = _released(self.gradients.layout, torch.float32, device)
         self.gather_table = shard_table(
             plan, self.parameters, self.weights.layout.offsets, mesh.tp_rank
@@ -163,12 +163,12 @@ class LayerGroup:
         self.entered = False  # somebody computes with these weights, or may still in a backward
         self.reducing: StagedWork | None = None
         self.guard: Guard | None = None  # closes the parameters while nobody computes with them
-        self.window_empty = True
-        self.window_pooled = False
+        self.sharded_empty = True
+        self.sharded_pooled = False
         self.accumulated: Tensor | None = None  # ``sums``, while they wait to be reduced
         self.uses: WeakSet[Use] = WeakSet()  # whose graphs are alive
         self.unseen_use = False  # a use with no input that hears of its gradient: it has no end
-        self.late = False  # slots hold gradients that came too late for their reduction
+        self.late = False  # there are gradients that came too late for their reduction
         self.frozen_uses = FrozenUses() if not self.trainable else None
         self.unread = False  # all ranks agreed: no backward pass reads the weights
         # --- this backward pass ---
@@ -178,14 +178,14 @@ class LayerGroup:
         self.fired: set[str] = set()
         self.accumulators: dict[str, Node] = {}  # what fires, by trainable member
         self.expected = frozenset(p.name for p in self.trainable)  # of them, those that will
-        self.slots: dict[str, GradientSlot] = {}
+        self.unsharded: dict[str, UnshardedGradient] = {}
         self.touched: set[str] = set()  # since the last step
 
     def _make_local(
         self, plan: OwnershipPlan, mesh: Mesh, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Masters of all local segments, and windows of the trainable ones in the reduce table's
-        order; which parameters this rank leads.
+        """Masters of all local segments, and sharded gradients of the trainable ones in the reduce
+        table's order; which parameters this rank leads.
         """
         offsets = self.weights.layout.offsets
         pieces: list[tuple[LogicalParameter, int, int]] = []
@@ -206,7 +206,7 @@ class LayerGroup:
         learned = sum(size for (p, _, _), size in both if p.trainable)
         self.master = torch.zeros(learned, dtype=dtype, device=device)
         self.frozen = torch.zeros(sum(sizes) - learned, dtype=self.sent_dtype, device=device)
-        windows = self._make_windows(pieces, dtype, device)
+        sharded = self._make_sharded(pieces, dtype, device)
         local: list[LocalSegment] = []
         at = {True: 0, False: 0}
         for (parameter, start, stop), size in both:
@@ -219,7 +219,7 @@ class LayerGroup:
                     start=start,
                     stop=stop,
                     master=values[at[trains] : at[trains] + size],
-                    window=windows.get(parameter.name),
+                    sharded_gradient=sharded.get(parameter.name),
                 )
             )
             at[trains] += size
@@ -234,22 +234,22 @@ class LayerGroup:
             if segment.parameter.name not in names:
                 self._add_source(segment.parameter.name, segment.start, segment.master)
 
-    def _make_windows(
+    def _make_sharded(
         self,
         pieces: Sequence[tuple[LogicalParameter, int, int]],
         dtype: torch.dtype,
         device: torch.device,
     ) -> dict[str, Tensor]:
-        """Owner windows one after another in the order of the reduce table (offsets of the
-        slots).
-        """
+        """This rank's sharded gradients one after another in the order of the reduce table."""
         offsets = self.gradients.layout.offsets
         learned = sorted(
             ((p.name, stop - start) for p, start, stop in pieces if p.trainable),
             key=lambda piece: offsets[piece[0]],
         )
-        self.window = torch.zeros(sum(size for _, size in learned), dtype=dtype, device=device)
-        parts = self.window.split([size for _, size in learned]) if learned else ()
+        self.sharded_gradient = torch.zeros(
+            sum(size for _, size in learned), dtype=dtype, device=device
+        )
+        parts = self.sharded_gradient.split([size for _, size in learned]) if learned else ()
         return {name: part for (name, _), part in zip(learned, parts, strict=True)}
 
     def gather_from(self, copies: Mapping[str, Tensor]) -> None:
@@ -281,26 +281,26 @@ class LayerGroup:
         ensure_weights: Callable[[LayerGroup], None],
         before_write: Callable[[LayerGroup], None],
     ) -> None:
-        """Hang a gradient slot on each parameter's tensor.
+        """Hang an UnshardedGradient on each parameter's tensor.
 
         ``ensure_weights`` is called before a backward reads the weights, ``before_write`` before it
-        writes into a slot.
+        writes into one.
         """
         for parameter in self.parameters:
-            # A frozen weight is read by the backward too: its slot can bring it back, no more.
+            # A frozen weight is read by the backward too: that alone is what it is for.
             gradient = self.gradients.raw.new_empty(0)
             if parameter.trainable:
                 gradient = self.gradients.raw_view(
                     parameter.name, parameter.piece_shape(self.tp_rank)
                 )
-            slot = GradientSlot(
+            unsharded = UnshardedGradient(
                 gradient,
                 ensure_weights=lambda: ensure_weights(self),
-                ensure_slot=lambda: before_write(self),
+                ensure_storage=lambda: before_write(self),
             )
             if parameter.trainable:
-                self.slots[parameter.name] = slot
-            setattr(parameters[parameter.name], SLOT, slot)
+                self.unsharded[parameter.name] = unsharded
+            setattr(parameters[parameter.name], UNSHARDED, unsharded)
 
     def write_sources(self, packed: Tensor | None = None) -> None:
         """Cast this rank's masters and leader copies into its segments of the (live) compute
@@ -364,40 +364,40 @@ class LayerGroup:
         return seen and all(use in self.uses_over for use in self.uses)
 
     def partial_gradients(self) -> list[Tensor]:
-        """Slots whose gradient is a part of a sum over the tp ranks."""
-        return [self.slots[p.name].gradient for p in self.partial]
+        """Gradients that are a summand of a sum over the tp ranks."""
+        return [self.unsharded[p.name].gradient for p in self.partial]
 
     def zero_unwritten(self) -> None:
-        """Zero the slots that this micro-batch did not touch, so that a reduction has something to
-        send.
+        """Zero the gradients that this micro-batch did not touch, so that a reduction has something
+        to send.
         """
         self.gradients.revive()
-        for slot in self.slots.values():
-            if not slot.written:
-                slot.gradient.zero_()
+        for unsharded in self.unsharded.values():
+            if not unsharded.written:
+                unsharded.gradient.zero_()
 
     def finish_reduction(self) -> None:
-        """Wait for the reduction in flight and give the slots back."""
+        """Wait for the reduction in flight and give the unsharded gradients back."""
         if self.reducing is not None:
             self.reducing.wait()
             self.reducing = None
-            self.window_empty = False
+            self.sharded_empty = False
         self.release_gradients()
 
     def release_gradients(self) -> None:
-        """No reduction reads the slots any more, nor the sums but to add to them. Gradients that
-        came too late for it stay.
+        """No reduction reads the unsharded gradients any more, nor the sums but to add to them.
+        Gradients that came too late for it stay.
         """
         if not self.late:
             self.gradients.release()
         if self.accumulated is None:
             self.sums.release()
 
-    def clear_slots(self) -> None:
-        """Forget what the slots hold."""
+    def clear_unsharded(self) -> None:
+        """Forget what the unsharded gradients hold."""
         self.late = False
-        for slot in self.slots.values():
-            slot.written = False
+        for unsharded in self.unsharded.values():
+            unsharded.written = False
 
     # --- the symmetric pool ----------------------------------------------------------------------
 
@@ -413,24 +413,24 @@ class LayerGroup:
             assign_data(parameters[parameter.name], self.weights.raw_view(parameter.name, shape))
 
     def bind_gradients(self, memory: Tensor) -> None:
-        """Move the gradient slots to ``memory (numel,)``."""
+        """Move the unsharded gradients to ``memory (numel,)``."""
         self.gradients.bind(memory)
         for parameter in self.trainable:
-            self.slots[parameter.name].gradient = self.gradients.raw_view(
+            self.unsharded[parameter.name].gradient = self.gradients.raw_view(
                 parameter.name, parameter.piece_shape(self.tp_rank)
             )
 
-    def bind_window(self, memory: Tensor) -> None:
-        """Move the owner windows, with what they hold, to ``memory (numel,)``."""
-        memory.copy_(self.window)
-        self.window = memory
+    def bind_sharded(self, memory: Tensor) -> None:
+        """Move the sharded gradients, with what they hold, to ``memory (numel,)``."""
+        memory.copy_(self.sharded_gradient)
+        self.sharded_gradient = memory
         offsets = self.gradients.layout.offsets
-        held = [segment for segment in self.local if segment.window is not None]
+        held = [segment for segment in self.local if segment.sharded_gradient is not None]
         held.sort(key=lambda segment: offsets[segment.parameter.name])
         sizes = [segment.stop - segment.start for segment in held]
         for segment, part in zip(held, memory.split(sizes) if held else (), strict=True):
-            segment.window = part
-        self.window_pooled = True
+            segment.sharded_gradient = part
+        self.sharded_pooled = True
 
 
 def _released(layout: BufferLayout, dtype: torch.dtype, device: torch.device) -> FlatBuffer:

@@ -49,7 +49,7 @@ class MatrixUpdate:
         self._spoken: set[str] = set()
         for group, update in zip(groups, plans, strict=True):
             for segment in group.local:
-                if segment.window is not None and segment.parameter.route is Route.MATRIX:
+                if segment.sharded_gradient is not None and segment.parameter.route is Route.MATRIX:
                     piece = optimizer.init_piece(segment.shaped(segment.master))
                     self.pieces[segment.parameter.name] = piece
             workers = update.workers(place)

@@ -94,12 +94,12 @@ class OwnerStep:
                 self._reduce_norm.place[segment.parameter.name],
             )
             for segment in self.segments()
-            if segment.window is not None and self.counts(segment.parameter)
+            if segment.sharded_gradient is not None and self.counts(segment.parameter)
         ]
         self._decayed = frozenset(p.name for p in self.trainable if decays(p))
         self.state: dict[str, dict[str, Tensor]] = {}  # of what is trained element by element
         for segment in self.segments():
-            if segment.window is not None and segment.parameter.route is not Route.MATRIX:
+            if segment.sharded_gradient is not None and segment.parameter.route is not Route.MATRIX:
                 master = segment.shaped(segment.master)
                 self.state[segment.parameter.name] = elementwise.init_state(master)
 
@@ -115,7 +115,7 @@ class OwnerStep:
         order: Sequence[int],
         version: int,
     ) -> StepResult:
-        """Clip, then update every touched local segment in place; clears windows and touched
+        """Clip, then update every touched local segment in place; clears gradients and touched
         bits.
 
         ``order``: indices of the groups as the forward pass uses them. ``version``: the number of
@@ -127,7 +127,7 @@ class OwnerStep:
             rates = Rates(lr_of=lr_of, wd=wd, decayed=self._decayed)
             self._update([self.groups[i] for i in order], found.touched, rates, version)
         for group in self.groups:
-            group.window_empty = True
+            group.sharded_empty = True
             group.touched.clear()
         return found.result(self._names)
 
@@ -140,11 +140,11 @@ class OwnerStep:
     def _norm(self) -> GradientNorm:
         """The norm over all ranks; again where late gradients had to be reduced first."""
         while True:
-            # A window that no reduction has written since the last step holds an old gradient.
+            # What no reduction has written since the last step holds an old gradient.
             local = [
-                LocalGradient(segment.window, place)
+                LocalGradient(segment.sharded_gradient, place)
                 for segment, group, place in self._counted
-                if not group.window_empty
+                if not group.sharded_empty
             ]
             used = [name for group in self.groups for name in group.touched]
             if self.riders is None:
@@ -157,8 +157,12 @@ class OwnerStep:
                 return found
 
     def _clip(self, norm: float) -> None:
-        windows = [g.window for g in self.groups if g.window.numel() and not g.window_empty]
-        clip_(windows, norm, self.clip)
+        sharded = [
+            g.sharded_gradient
+            for g in self.groups
+            if g.sharded_gradient.numel() and not g.sharded_empty
+        ]
+        clip_(sharded, norm, self.clip)
 
     # --- updates ---------------------------------------------------------------------------------
 
@@ -214,14 +218,14 @@ class OwnerStep:
         items: dict[str, tuple[LocalSegment, Item]] = {}
         for segment in group.local:
             parameter = segment.parameter
-            if segment.window is None or parameter.name not in touched:
+            if segment.sharded_gradient is None or parameter.name not in touched:
                 continue
             items[parameter.name] = (
                 segment,
                 rates.item(
                     parameter,
                     master=segment.master_view,
-                    gradient=segment.window_view,
+                    gradient=segment.sharded_view,
                     state=self.item_state(parameter),
                 ),
             )

@@ -28,9 +28,10 @@ from functools import cached_property
 from megamuon.runtime.buffers import ALIGNMENT
 
 # What is leased: gathered weights in the compute dtype; the same in the dtype that gathers carry,
-# where that is another; gradient slots; the FP32 sum of several micro-batches' slots.
+# where that is another; unsharded gradients; the FP32 sum of several micro-batches' gradients.
 KINDS = ("weights", "sent", "gradients", "accumulated")
-WINDOWS = "windows"  # owner windows lie in the pool too, each alone
+# Reduced gradients lie in the pool too, each alone; the word is a key of the benchmarks' JSON.
+SHARDED = "windows"
 
 Key = tuple[str, int]  # kind, index of the group
 
@@ -125,7 +126,7 @@ class PoolPlan:
 
     offsets: dict[Key, int]
     sizes: dict[Key, int]  # multiples of the alignment
-    windows: dict[int, int]  # offsets
+    sharded: dict[int, int]  # offsets
     nbytes: dict[str, int]
     total: int
     excluded: dict[int, str]  # groups that stay on the heap, and why
@@ -134,8 +135,8 @@ class PoolPlan:
     def digest(self) -> str:
         """Equal for equal plans."""
         places = [[*key, self.offsets[key], size] for key, size in sorted(self.sizes.items())]
-        windows, excluded = sorted(self.windows.items()), sorted(self.excluded.items())
-        text = json.dumps([ALIGNMENT, places, windows, excluded, self.total])
+        sharded, excluded = sorted(self.sharded.items()), sorted(self.excluded.items())
+        text = json.dumps([ALIGNMENT, places, sharded, excluded, self.total])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def texts(self) -> dict[str, str]:
@@ -166,10 +167,10 @@ def plan_pool(
     events: Sequence[Event],
     live: Iterable[Key],
     *,
-    windows: Mapping[int, int],
+    sharded: Mapping[int, int],
     excluded: Mapping[int, str],
 ) -> PoolPlan:
-    """Places for ``leases`` by the recorded cycle, then for ``windows`` (bytes by group, the most
+    """Places for ``leases`` by the recorded cycle, then for ``sharded`` (bytes by group, the most
     that any rank has).
 
     Groups in ``excluded`` get no place. A lease that the cycle never saw shares with nobody. Raises
@@ -185,7 +186,7 @@ def plan_pool(
     shared = max((offsets[key] + size for key, size in sizes.items()), default=0)
     end = shared
     places: dict[int, int] = {}
-    for group, nbytes in sorted(windows.items()):
+    for group, nbytes in sorted(sharded.items()):
         if nbytes and group not in excluded:
             places[group] = end
             end += _aligned(nbytes)
@@ -193,8 +194,8 @@ def plan_pool(
     return PoolPlan(
         offsets=offsets,
         sizes=sizes,
-        windows=places,
-        nbytes={**nbytes_of, WINDOWS: end - shared},
+        sharded=places,
+        nbytes={**nbytes_of, SHARDED: end - shared},
         total=end,
         excluded=dict(excluded),
     )

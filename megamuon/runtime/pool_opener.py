@@ -82,8 +82,8 @@ class PoolOpener:
                 gather_table=group.gather_table,
                 gather_itemsize=sent.raw.element_size(),
                 reduce_table=group.reduce_table,
-                window=plan.windows.get(group.index),
-                window_dtype=group.window.dtype,
+                window=plan.sharded.get(group.index),
+                window_dtype=group.sharded_gradient.dtype,
                 slot_dtypes={
                     group.leased[kind].raw.dtype
                     for kind in ("gradients", "accumulated")
@@ -128,11 +128,13 @@ def _name(group: LayerGroup) -> str:
 
 
 def _digest(group: LayerGroup, plan: PoolPlan, wire: torch.dtype) -> str:
-    """Of a group's tables, what its buffers hold and where its windows lie: equal on all ranks."""
+    """Of a group's tables, what its buffers hold and where its reduced gradient lies: equal on all
+    ranks.
+    """
     facts = (
         group.gather_table.segments,
         group.reduce_table,
         sorted((kind, str(buffer.raw.dtype)) for kind, buffer in group.leased.items()),
-        (str(wire), str(group.window.dtype), plan.windows.get(group.index)),
+        (str(wire), str(group.sharded_gradient.dtype), plan.sharded.get(group.index)),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """The symmetric pool meets the layer groups: recording them, moving them in, and who is in it now.
 
 Owns ``PoolRecording`` (watches all buffers, and makes the plan that all ranks agree on),
-``open_pool`` (moves buffers, parameters, slots and windows into the memory of the pool) and
+``open_pool`` (moves buffers, parameters and gradients into the memory of the pool) and
 ``OpenPool`` (which ranges are in use). Invariants: a pooled buffer never changes its address; no
 two live buffers overlap; making room never issues, drops or reorders a collective, so ranks may do
 it differently. Tested by ``tests/distributed/test_pool.py`` and ``tests/runtime/test_pool.py``.
@@ -78,7 +78,7 @@ class PoolRecording:
         self._first_kept = False  # the first micro-batch kept its gradients on the rank
         self._recorded: set[bool] = set()  # of which micro-batches there are whole records
         self._received: dict[int, set[str]] = {group.index: set() for group in engine.groups}
-        engine.reductions.hold_slots = True
+        engine.reductions.hold_unsharded = True
 
     def micro_batch_done(self) -> None:
         """A backward pass has ended."""
@@ -139,7 +139,7 @@ class PoolRecording:
             ],
             events,
             live,
-            windows={group.index: window_bytes(group, self.replicas) for group in groups},
+            sharded={group.index: sharded_bytes(group, self.replicas) for group in groups},
             excluded=exclusions(groups, missing, self.replicas),
         )
         exchange_pool(plan.texts(), self.group)
@@ -181,18 +181,18 @@ def exclusions(
         }
         if replicas > 1 and None in held and len(held) > 1:
             found[group.index] = (
-                "its gradient windows mix slices that every replica keeps with matrices that one"
+                "its sharded gradients mix slices that every replica keeps with matrices that one"
                 " replica owns"
             )
     return found
 
 
-def window_bytes(group: LayerGroup, replicas: int) -> int:
-    """The most that a rank's owner windows of a group take, on a grid of ``replicas`` replicas."""
+def sharded_bytes(group: LayerGroup, replicas: int) -> int:
+    """The most that a rank's sharded gradients of a group take, on a grid of ``replicas``."""
     table = group.reduce_table
     shards = range(len(table.replicas))
     most = max(table.numel_of(shard, replica) for shard in shards for replica in range(replicas))
-    return most * group.window.element_size()
+    return most * group.sharded_gradient.element_size()
 
 
 # --- the open pool -------------------------------------------------------------------------------
@@ -206,14 +206,14 @@ class OpenPool:
         groups: Sequence[LayerGroup],
         plan: PoolPlan,
         memory: Memory,
-        free_slots: Callable[[LayerGroup], None],
+        free_unsharded: Callable[[LayerGroup], None],
     ) -> None:
         self.groups = tuple(groups)
         self.plan = plan
         self.memory = memory
         self.live: set[Key] = set()
         self.bytes_set_aside = 0  # copied out of the way since the pool was opened
-        self._free_slots = free_slots
+        self._free_unsharded = free_unsharded
         self._transferring = False
         # Weights in use that a collective has displaced: their key, what displaced them, contents.
         self._displaced: list[tuple[Key, Key, Tensor]] = []
@@ -240,7 +240,7 @@ class OpenPool:
         if kind in ("weights", "sent"):
             group.wait_gathered()
         elif group.reducing is not None:
-            self._free_slots(group)
+            self._free_unsharded(group)
         if key in self.live:
             self._set_aside(key)
 
@@ -276,7 +276,7 @@ class OpenPool:
                 self.live.discard(other)
         else:
             if group.reducing is not None:
-                self._free_slots(group)
+                self._free_unsharded(group)
             if other in self.live and key[1] != other[1]:
                 self._set_aside(other)
         if other in self.live:
@@ -306,13 +306,13 @@ def open_pool(
     memory: Memory,
     parameters_by_name: Mapping[str, nn.Parameter],
     *,
-    free_slots: Callable[[LayerGroup], None],
+    free_unsharded: Callable[[LayerGroup], None],
 ) -> OpenPool:
     """Move what ``plan`` names into ``memory``: between two steps, when no graph of autograd is
-    alive. Gathered weights are dropped, windows keep their contents.
+    alive. Gathered weights are dropped, sharded gradients keep their contents.
 
-    ``free_slots`` waits until a group's reduction reads its slots no more. Raises ValueError where
-    the memory is too small, RuntimeError where gradients wait.
+    ``free_unsharded`` waits until a group's reduction reads its unsharded gradients no
+    more. Raises ValueError where the memory is too small, RuntimeError where gradients wait.
     """
     if memory.nbytes < plan.total:
         raise ValueError(f"a pool of {plan.total} bytes does not fit into {memory.nbytes} bytes")
@@ -321,7 +321,7 @@ def open_pool(
             raise RuntimeError(
                 f"group {group.name!r} still holds gradients: the pool opens between two steps"
             )
-    pool = OpenPool(groups, plan, memory, free_slots)
+    pool = OpenPool(groups, plan, memory, free_unsharded)
     for group in groups:
         buffers = group.leased
         for kind, buffer in buffers.items():
@@ -331,9 +331,11 @@ def open_pool(
             place = memory.tensor(at, buffer.raw.numel(), buffer.raw.dtype)
             _bind(group, kind, place, parameters_by_name)
             buffer.watch = pool.watch(kind, group.index)
-        if group.index in plan.windows:
-            at = plan.windows[group.index]
-            group.bind_window(memory.tensor(at, group.window.numel(), group.window.dtype))
+        if group.index in plan.sharded:
+            at = plan.sharded[group.index]
+            group.bind_sharded(
+                memory.tensor(at, group.sharded_gradient.numel(), group.sharded_gradient.dtype)
+            )
     return pool
 
 

@@ -1,9 +1,9 @@
-"""Gradients on their way from slots to owners' windows.
+"""Reductions of layer groups: from unsharded gradients to the sharded ones of who keeps them.
 
-Owns what happens to a group's slots once its backward pass is over: the sum of several
+Owns what happens to a group's gradients once its backward pass is over: the sum of several
 micro-batches, zeros for what nobody wrote, the launch of the reduction, and the reductions in
-flight. Invariant: every rank starts the same groups in the same order, whatever its slots hold; a
-slot that an unfinished reduction may still read is not written. Tested by
+flight. Invariant: every rank starts the same groups in the same order, whatever its gradients
+are; what an unfinished reduction may still read is not written. Tested by
 ``tests/distributed/test_runtime_rules.py``, ``tests/distributed/test_runtime_fuzz.py`` and the
 equivalence tests.
 """
@@ -22,10 +22,10 @@ from megamuon.runtime.schedule import Schedule
 
 
 class Reducer(Protocol):
-    """Sum of a group's slots over all places by ``divisor``, into the windows of their holders."""
+    """Sum of a group's gradients over all places by ``divisor``, onto who keeps each."""
 
     def __call__(
-        self, slots: Tensor, table: TwoStageTable, window: Tensor, *, first: bool, divisor: int
+        self, unsharded: Tensor, table: TwoStageTable, sharded: Tensor, *, first: bool, divisor: int
     ) -> StagedWork: ...
 
 
@@ -76,10 +76,10 @@ class Reductions:
         """``divisor``: of every gradient's sum, the one division there is: the number of ranks with
         samples of their own.
         """
-        self.reduce_slots = reduce
-        # True: slots stay alive until their reduction is over, as one that reads them in place
+        self.reduce_unsharded = reduce
+        # True: gradients stay alive until their reduction is over, as one that reads them in place
         # wants it, whatever this transport needs. A recording of the pool must see that.
-        self.hold_slots = False
+        self.hold_unsharded = False
         self._several_replicas = several_replicas
         self._divisor = divisor
         self._sum_over_tp = sum_over_tp
@@ -89,10 +89,12 @@ class Reductions:
         self._next: tuple[LayerGroup, Tensor] | None = None  # whose turn it is, and what it sends
 
     def start(self, group: LayerGroup, *, keep: bool = False) -> None:
-        """Reduce what the slots of ``group`` hold, or with ``keep`` leave it on this rank, for the
-        next micro-batch to add to. The schedule says which older reductions come first.
+        """Reduce the gradients of ``group``, or with ``keep`` leave them on this rank, for the next
+        micro-batch to add to. The schedule says which older reductions come first.
         """
-        group.touched.update(name for name, slot in group.slots.items() if slot.written)
+        group.touched.update(
+            name for name, unsharded in group.unsharded.items() if unsharded.written
+        )
         if keep:
             self._keep(group)
             return
@@ -104,34 +106,34 @@ class Reductions:
         assert self._next is not None  # ``start`` has set it, and a schedule launches once
         (group, source), self._next = self._next, None
         compare = self._check.announce(group.index) if self._check is not None else None
-        group.reducing = self.reduce_slots(
+        group.reducing = self.reduce_unsharded(
             source,
             group.reduce_table,
-            group.window,
-            first=group.window_empty,
+            group.sharded_gradient,
+            first=group.sharded_empty,
             divisor=self._divisor,
         )
-        group.clear_slots()
-        if not (group.reducing.borrows or self.hold_slots):
+        group.clear_unsharded()
+        if not (group.reducing.borrows or self.hold_unsharded):
             group.release_gradients()
         several = self._several_replicas
         self.started.append(_Started(group, group.reducing, compare, self.started, across=several))
 
     def before_write(self, group: LayerGroup) -> None:
-        """A slot of ``group`` is about to be written: bring the slots to life, and wait until the
-        reduction that this gradient comes too late for has read them.
+        """A gradient of ``group`` is about to be written: give the buffer memory, and wait until
+        the reduction that this gradient comes too late for has read it.
         """
         if group.reducing is not None:
-            self.free_slots(group)
+            self.free_unsharded(group)
         group.late = group.late or group.reduced
         group.gradients.revive()
 
-    def free_slots(self, group: LayerGroup) -> None:
-        """Wait until the reduction of ``group`` that is in flight reads its slots no more. That is
+    def free_unsharded(self, group: LayerGroup) -> None:
+        """Wait until the reduction of ``group`` that is in flight reads its buffer no more. That is
         its first stage: the others need calls that peers may make only after further gathers.
         """
         for earlier in self.started:
-            earlier.work.free_slots()
+            earlier.work.free_unsharded()
             earlier.group.release_gradients()
             if earlier.group is group:
                 break
@@ -144,26 +146,26 @@ class Reductions:
     # --- what a reduction sends ------------------------------------------------------------------
 
     def _keep(self, group: LayerGroup) -> None:
-        """Keep this micro-batch's gradients: in slots that are wide enough, else in an FP32 sum."""
+        """Keep this micro-batch's gradients: as they lie if wide enough, else in an FP32 sum."""
         if group.gradients.raw.dtype.itemsize >= 4:
-            return  # the slots stay alive and `written`: the next micro-batch adds to them
+            return  # they stay alive and `written`: the next micro-batch adds to them
         self._fold(group)
-        group.clear_slots()
+        group.clear_unsharded()
         group.gradients.release()
 
     def _fold(self, group: LayerGroup) -> None:
-        """Add the slots to the FP32 sum of the micro-batches."""
+        """Add the unsharded gradients to the FP32 sum of the micro-batches."""
         first, group.accumulated = group.accumulated is None, group.sums.raw
         group.sums.revive()
         if first:
             group.sums.raw.zero_()
-        if any(slot.written for slot in group.slots.values()):
+        if any(unsharded.written for unsharded in group.unsharded.values()):
             group.gradients.revive()  # they may have been set aside
-        for name, slot in group.slots.items():
-            if slot.written:
+        for name, unsharded in group.unsharded.items():
+            if unsharded.written:
                 start = group.gradients.layout.offsets[name]
-                part = group.accumulated[start : start + slot.gradient.numel()]
-                part.view_as(slot.gradient).add_(slot.gradient)
+                part = group.accumulated[start : start + unsharded.gradient.numel()]
+                part.view_as(unsharded.gradient).add_(unsharded.gradient)
 
     def _gradients_to_send(self, group: LayerGroup) -> Tensor:
         if group.accumulated is None:

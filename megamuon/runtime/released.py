@@ -50,8 +50,8 @@ COPY = (
     " runtime.masters() and runtime.swapped(); to save, runtime.state() with megamuon.checkpoint"
 )
 OPEN_HOOKS = (
-    "gradients are written to their slots and no hook on the weight sees them: hook the module or"
-    " its outputs"
+    "gradients are written to the layer group's buffer and no hook on the weight sees them: hook"
+    " the module or its outputs"
 )
 
 

@@ -75,8 +75,8 @@ def check_replicas(
     table = torch.full((mesh.tp, len(names), 2), _NOBODY, dtype=torch.int64)
     for place, name in enumerate(names):
         if name in found:
-            slot = mesh.tp_rank if name in cut else 0
-            table[slot, place] = torch.tensor(found[name], dtype=torch.int64)
+            unsharded = mesh.tp_rank if name in cut else 0
+            table[unsharded, place] = torch.tensor(found[name], dtype=torch.int64)
     held = table != _NOBODY
     both = torch.stack([table, torch.where(held, ~table, _NOBODY)]).to(device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
@@ -112,9 +112,9 @@ def _who(
         for rank, (tp_rank, theirs) in enumerate(everyone):
             if name not in theirs:
                 continue
-            slot = tp_rank if name in cut else 0
-            if theirs[name] != first.setdefault(slot, (rank, theirs[name]))[1]:
-                others.setdefault(first[slot][0], []).append(rank)
+            unsharded = tp_rank if name in cut else 0
+            if theirs[name] != first.setdefault(unsharded, (rank, theirs[name]))[1]:
+                others.setdefault(first[unsharded][0], []).append(rank)
         for reference, ranks in others.items():
             listed = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
             word = "rank" if len(ranks) == 1 else "ranks"

@@ -135,7 +135,7 @@ class Runtime(TrainableRuntime):
         self.engine.step_over()
         if self.pool is not None and self.pool.step_done():
             self.pool = self.engine.micro_batch_done = None
-            self.engine.reductions.hold_slots = False
+            self.engine.reductions.hold_unsharded = False
         self.engine.transport.check()
         return result
 
@@ -144,10 +144,10 @@ class Runtime(TrainableRuntime):
         self.engine.finish_reductions()
         self.engine.accumulated = False
         for group in self.groups:
-            group.clear_slots()
+            group.clear_unsharded()
             group.accumulated = None
             group.release_gradients()
-            group.window_empty = True
+            group.sharded_empty = True
             group.touched.clear()
 
     # --- the symmetric pool ----------------------------------------------------------------------
@@ -163,8 +163,10 @@ class Runtime(TrainableRuntime):
         """
         self.engine.finish_reductions()
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        free_slots = self.engine.reductions.free_slots
-        self.opened = open_pool(self.groups, plan, memory, parameters, free_slots=free_slots)
+        free_unsharded = self.engine.reductions.free_unsharded
+        self.opened = open_pool(
+            self.groups, plan, memory, parameters, free_unsharded=free_unsharded
+        )
         self.engine.leases = self.opened
         return self.opened
 
@@ -198,7 +200,7 @@ class Runtime(TrainableRuntime):
                 continue
             weight = _stored(parameter.name, segment, segment.shaped(segment.master))
             pieces = [replace(weight, rounds=not parameter.trainable)]
-            if optimizer and segment.window is not None:
+            if optimizer and segment.sharded_gradient is not None:
                 if everywhere or not (any(segment.offset) or share.index):
                     found.extend(self._counts(segment))
                 pieces.extend(self._state_beside(segment))
@@ -348,7 +350,7 @@ class Runtime(TrainableRuntime):
         return None if publication is None else publication.waited_seconds
 
     def copied_share(self) -> float:
-        """Share of the gradient bytes that were copied into their slots instead of born there."""
+        """Share of the gradient bytes that were copied into the groups' buffers, not born there."""
         copied, born = self.engine.copied_bytes, self.engine.born_bytes
         return copied / (copied + born) if copied + born else 0.0
 
@@ -365,10 +367,12 @@ class Runtime(TrainableRuntime):
             "leader_copies": publication.resident_bytes if publication is not None else 0,
             "masters": sum(_bytes(g.master) for g in self.groups),
             "frozen_weights": sum(_bytes(g.frozen) for g in self.groups),
-            "windows": sum(_bytes(g.window) for g in self.groups if not g.window_pooled),
+            "sharded_gradients": sum(
+                _bytes(g.sharded_gradient) for g in self.groups if not g.sharded_pooled
+            ),
             "optimizer_state": sum(_bytes(t) for t in state),
             "gathered_weights": sum(g.weights.resident_bytes for g in self.groups),
-            "gradient_slots": sum(g.gradients.resident_bytes for g in self.groups),
+            "unsharded_gradients": sum(g.gradients.resident_bytes for g in self.groups),
             "accumulators": sum(g.sums.resident_bytes for g in self.groups),
             **{f"pool_{kind}": nbytes for kind, nbytes in pooled.items()},
         }

@@ -72,7 +72,7 @@ class Lagged(Schedule):
     stages across replicas start with the reduction that follows.
     """
 
-    outstanding: int = 2  # each keeps its slots or its send buffer alive
+    outstanding: int = 2  # each keeps its unsharded gradients or its send buffer alive
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -48,12 +48,13 @@ def describe_grid(config: Config, mesh: Mesh) -> str:
 
 
 def runtime_line(runtime: TrainableRuntime) -> str:
-    """What this rank's runtime holds between steps in MB, and how gradients reached their slots."""
+    """What this rank's runtime holds between steps in MB, and how gradients reached their buffers.
+    """
     held = " | ".join(
         f"{kind.replace('_', ' ')}: {size / 1e6:.2f}" for kind, size in runtime.memory().items()
     )
     share = runtime.copied_share()
-    return f"[owner runtime] memory (MB) | {held} | gradient bytes copied into slots: {share:.2%}"
+    return f"[owner runtime] memory (MB) | {held} | gradient bytes copied into buffers: {share:.2%}"
 
 
 def describe_optimizer(config: Config, runtime: TrainableRuntime) -> str:

@@ -225,7 +225,9 @@ def run_narrow(rank: int, world: int, replicas: int) -> dict[str, object]:
                 runtime.full_parameters(), again.full_parameters(), strict=True
             )
         ),
-        "held": sum(s.master.numel() for g in runtime.groups for s in g.local if s.window is None),
+        "held": sum(
+            s.master.numel() for g in runtime.groups for s in g.local if s.sharded_gradient is None
+        ),
     }
     with runtime.swapped([torch.zeros_like(master) for master in runtime.masters()]):
         found["swapped"] = [

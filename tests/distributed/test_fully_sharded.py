@@ -212,7 +212,7 @@ def test_a_bad_gradient_skips_the_step_on_all_ranks(everyone: list, reference: t
         assert seen["version"] == 2  # the empty step counts, the skipped one does not
         memory = seen["memory"]
         assert memory["masters"] > 0 and memory["optimizer_state"] >= 2 * memory["masters"] * 0.9
-        resident = ("windows", "gathered_weights", "gradient_slots", "accumulators")
+        resident = ("sharded_gradients", "gathered_weights", "unsharded_gradients", "accumulators")
         assert not any(memory[kind] for kind in resident)
 
 

@@ -54,7 +54,7 @@ def trained(
         loss = scenario.loss(runtime.model, rank, step)
         loss.backward()
         runtime.step(0.01)
-        found += [loss.detach(), *(group.window.clone() for group in runtime.groups)]
+        found += [loss.detach(), *(group.sharded_gradient.clone() for group in runtime.groups)]
     found += [whole.clone() for _, whole in runtime.full_parameters()]
     runtime.close()
     return found, runtime
@@ -72,8 +72,8 @@ def run_scenarios(rank: int, world: int, replicas: int) -> dict[tuple[str, int],
             found[name, stage] = {
                 "same": len(got) == len(wanted) and all(map(torch.equal, got, wanted)),
                 "digest": pool.plan.digest,
-                "windows": pool.plan.windows,
-                "window bytes": {g.index: g.window.nbytes for g in runtime.groups},
+                "windows": pool.plan.sharded,
+                "window bytes": {g.index: g.sharded_gradient.nbytes for g in runtime.groups},
                 "pooled": len(pool.plan.sizes),
                 "left out": runtime.left_out_of_pool(),
                 "set aside": pool.bytes_set_aside,

@@ -177,7 +177,7 @@ def gather_alone(self: Engine, group: object) -> None:
 def always_asked(parameters: object, wanted: object, edges: object) -> list:
     """Every backward pass writes every gradient."""
     pairs = zip(parameters, wanted, strict=True)  # type: ignore[call-overload]
-    return [(w, getattr(p, linear.SLOT, None) if w else None) for p, w in pairs]
+    return [(w, getattr(p, linear.UNSHARDED, None) if w else None) for p, w in pairs]
 
 
 def first_order_for_life(self: Engine, used: tuple[int, ...], training: bool) -> None:

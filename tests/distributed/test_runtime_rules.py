@@ -50,10 +50,10 @@ def reduced(runtime: Runtime) -> dict[str, Tensor]:
     runtime.finish_reductions()
     runtime.engine.settle(1, False)
     mine = [
-        (s.parameter.name, s.start, s.window.clone())
+        (s.parameter.name, s.start, s.sharded_gradient.clone())
         for group in runtime.groups
         for s in group.local
-        if s.window is not None
+        if s.sharded_gradient is not None
     ]
     everyone: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
@@ -174,7 +174,7 @@ def life_of_buffers(rank: int, world: int) -> dict[str, object]:
     )
     loss.backward()
     seen["frozen layer alive at the stem"] = first
-    seen["frozen window"] = group.window.numel()
+    seen["frozen window"] = group.sharded_gradient.numel()
     return seen
 
 

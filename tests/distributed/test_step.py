@@ -125,7 +125,7 @@ def reduction_dtypes(rank: int, world: int) -> dict[str, float]:
                 held = group.reduce_table.shards.of(rank)
                 mine = [total[s.offset : s.offset + s.numel] for s in held]
                 if mine:
-                    difference = (torch.cat(mine) - group.window).abs().max()
+                    difference = (torch.cat(mine) - group.sharded_gradient).abs().max()
                     worst = torch.maximum(worst, difference)  # NaN stays
             errors[f"{name} {reduce_dtype}"] = float(worst)
             runtime.clear_gradients()
@@ -143,14 +143,18 @@ def bf16_accumulation(rank: int, world: int) -> dict[str, object]:
     kept = runtime.memory()["accumulators"]
     runtime.model(tokens(rank, 1)).logsumexp(-1).sum().backward()
     runtime.finish_reductions()
-    once = {g.name: g.window.clone() for g in runtime.groups}
+    once = {g.name: g.sharded_gradient.clone() for g in runtime.groups}
     after = runtime.memory()["accumulators"]
     runtime.clear_gradients()
     for step in (0, 1):
         runtime.model(tokens(rank, step)).logsumexp(-1).sum().backward()
     runtime.finish_reductions()
     worst = torch.stack(
-        [(g.window - once[g.name]).abs().max() for g in runtime.groups if g.window.numel()]
+        [
+            (g.sharded_gradient - once[g.name]).abs().max()
+            for g in runtime.groups
+            if g.sharded_gradient.numel()
+        ]
     ).max()
     return {"kept": kept, "after": after, "difference": float(worst)}
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamuon.kernels.grouped import GroupedBackendError, grouped_linear, stacked
-from megamuon.kernels.linear import SLOT, GradientSlot
+from megamuon.kernels.linear import UNSHARDED, UnshardedGradient
 
 ROWS = (6, 2)  # members of an expert's block: multiples of 16 bytes in FP32 when stacked
 COLUMNS = 4
@@ -32,13 +32,15 @@ def inputs(dtype: torch.dtype, rest: int = 0) -> Tensor:
     return drawn.to(dtype).requires_grad_()
 
 
-def slots_for(weights: list[nn.Parameter], *, together: bool) -> list[GradientSlot]:
+def slots_for(weights: list[nn.Parameter], *, together: bool) -> list[UnshardedGradient]:
     whole = torch.full((sum(w.numel() for w in weights),), float("nan"), dtype=weights[0].dtype)
     slots = []
     for weight, part in zip(weights, whole.split([w.numel() for w in weights]), strict=True):
         view = part.view(weight.shape)
-        slots.append(GradientSlot(view if together else view.clone(), lambda: None, lambda: None))
-        setattr(weight, SLOT, slots[-1])
+        slots.append(
+            UnshardedGradient(view if together else view.clone(), lambda: None, lambda: None)
+        )
+        setattr(weight, UNSHARDED, slots[-1])
     return slots
 
 
@@ -118,7 +120,7 @@ def test_members_in_different_states(backend: str, dtype: torch.dtype) -> None:
     weights = make(dtype, together=True)
     slots = slots_for(weights, together=True)
     weights[0].requires_grad_(False)
-    delattr(weights[3], SLOT)
+    delattr(weights[3], UNSHARDED)
     slots[5].written = True
     slots[5].gradient.fill_(10.0)
     x = inputs(dtype)
@@ -156,7 +158,9 @@ def test_backward_asks_for_weights_before_reading_them(backend: str, dtype: torc
     x = inputs(dtype)
     output = grouped_linear(x, weights, torch.tensor(COUNTS), backend=backend).sin().sum()
     for weight in weights:
-        setattr(weight, SLOT, GradientSlot(torch.empty_like(weight), refill, lambda: None))
+        setattr(
+            weight, UNSHARDED, UnshardedGradient(torch.empty_like(weight), refill, lambda: None)
+        )
         weight.data.fill_(float("nan"))
     output.backward()
     close(x.grad, to_inputs)

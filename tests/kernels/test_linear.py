@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamuon.kernels.linear import SLOT, GradientSlot, adjacent, fused, linear
+from megamuon.kernels.linear import UNSHARDED, UnshardedGradient, adjacent, fused, linear
 
 ROWS = (6, 4, 2)
 COLUMNS = 5
@@ -56,8 +56,8 @@ class Recorder:
         for parameter, shape in zip(parameters, shapes, strict=True):
             view = whole[place : place + shape.numel()].view(shape)
             place += shape.numel()
-            slot = GradientSlot(view if together else view.clone(), self.gather, self.wake)
-            setattr(parameter, SLOT, slot)
+            slot = UnshardedGradient(view if together else view.clone(), self.gather, self.wake)
+            setattr(parameter, UNSHARDED, slot)
             self.slots.append(slot)
 
     def gather(self) -> None:
@@ -194,7 +194,9 @@ def test_backward_asks_for_weights_before_reading_them() -> None:
     x = inputs()
     output = linear(x, weights, biases).sin().sum()
     for weight in weights:
-        setattr(weight, SLOT, GradientSlot(torch.empty_like(weight), refill, lambda: None))
+        setattr(
+            weight, UNSHARDED, UnshardedGradient(torch.empty_like(weight), refill, lambda: None)
+        )
         weight.data.fill_(float("nan"))
     output.backward()
     torch.testing.assert_close(x.grad, to_inputs, rtol=0, atol=1e-13)

@@ -67,12 +67,12 @@ def test_ranks_hold_every_element_once() -> None:
         # What does not train is kept once, in the dtype that is gathered.
         assert sum(g.frozen.numel() for g in made) == frozen
         assert {g.frozen.dtype for g in made} == {torch.bfloat16}
-        assert sum(g.window.numel() for g in made) == elements - frozen
+        assert sum(g.sharded_gradient.numel() for g in made) == elements - frozen
         for rank, group in enumerate(made):
             assert group.gather_table.sizes[rank] == group.master.numel() + group.frozen.numel()
-            assert group.reduce_table.shards.sizes[rank] == group.window.numel()
+            assert group.reduce_table.shards.sizes[rank] == group.sharded_gradient.numel()
             for segment in group.local:
-                assert (segment.window is None) == (segment.parameter.name == "frozen")
+                assert (segment.sharded_gradient is None) == (segment.parameter.name == "frozen")
                 shape = segment.parameter.shape
                 assert segment.shaped(segment.master).shape == (
                     (segment.rows[1], *shape[1:]) if shape else ()

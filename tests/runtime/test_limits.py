@@ -92,7 +92,7 @@ def test_accumulate_nests(stage: int) -> None:
             runtime.model(X).sum().backward()
         assert runtime.engine.accumulate_only
         runtime.model(X).sum().backward()
-        assert all(group.window_empty for group in runtime.groups)
+        assert all(group.sharded_empty for group in runtime.groups)
     assert not runtime.engine.accumulate_only
     twice = runtime.step(0.0).gradient_norm
     runtime.model(X).sum().backward()

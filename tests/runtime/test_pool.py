@@ -67,7 +67,7 @@ def random_cycle(seed: int) -> tuple[list[Lease], list[Event], list[Key]]:
 def made(seed: int, order: int = 0) -> PoolPlan:
     leases, events, live = random_cycle(seed)
     random.Random(order).shuffle(leases)
-    return plan_pool(leases, events, live, windows={0: 300, 1: 0}, excluded={})
+    return plan_pool(leases, events, live, sharded={0: 300, 1: 0}, excluded={})
 
 
 def test_leases_that_live_together_never_overlap() -> None:
@@ -76,7 +76,7 @@ def test_leases_that_live_together_never_overlap() -> None:
     for seed in range(300):
         leases, events, live = random_cycle(seed)
         plan = made(seed)
-        assert all(at % ALIGNMENT == 0 for at in (*plan.offsets.values(), plan.windows[0]))
+        assert all(at % ALIGNMENT == 0 for at in (*plan.offsets.values(), plan.sharded[0]))
         assert all(plan.sizes[lease.key] >= lease.nbytes for lease in leases if lease.nbytes)
         now = set(live) & set(plan.offsets)
         seen = set(now)
@@ -109,7 +109,7 @@ def test_bytes_by_kind_add_up() -> None:
         assert sum(plan.nbytes.values()) == plan.total
         ends = [plan.offsets[key] + size for key, size in plan.sizes.items()]
         assert plan.total == max(ends, default=0) + plan.nbytes["windows"]
-        assert (plan.nbytes["windows"] == 0) == (0 not in plan.windows)
+        assert (plan.nbytes["windows"] == 0) == (0 not in plan.sharded)
 
 
 def chain(layers: int) -> list[Event]:
@@ -140,8 +140,8 @@ def test_a_chain_of_layers_needs_the_memory_of_a_few(layers: int) -> None:
     weights = [Lease(kind="weights", group=group, nbytes=4096) for group in range(layers)]
     slots = [Lease(kind="gradients", group=group, nbytes=4096) for group in range(layers)]
     only = [event for event in chain(layers) if event.kind == "weights"]
-    assert plan_pool(weights, only, [], windows={}, excluded={}).total == 2 * 4096
-    both = plan_pool([*weights, *slots], chain(layers), [], windows={}, excluded={})
+    assert plan_pool(weights, only, [], sharded={}, excluded={}).total == 2 * 4096
+    both = plan_pool([*weights, *slots], chain(layers), [], sharded={}, excluded={})
     assert both.total == 5 * 4096  # two layers of weights, three of gradients
     assert both.nbytes["weights"] == 2 * 4096 and both.nbytes["gradients"] == 3 * 4096
 
@@ -153,7 +153,7 @@ def test_what_is_live_at_the_end_is_live_at_the_start() -> None:
         Event(kind="weights", group=1, acquire=False),
         Event(kind="gradients", group=0, acquire=True),
     ]
-    plan = plan_pool(leases, events, [], windows={}, excluded={})
+    plan = plan_pool(leases, events, [], sharded={}, excluded={})
     assert plan.overlaps[("weights", 1)] == ()
 
 
@@ -164,17 +164,17 @@ def test_what_is_live_at_the_start_meets_what_is_live_at_the_end() -> None:
         Event(kind="gradients", group=0, acquire=False),
         Event(kind="gradients", group=1, acquire=True),
     ]
-    plan = plan_pool(leases, events, [("gradients", 0)], windows={}, excluded={})
+    plan = plan_pool(leases, events, [("gradients", 0)], sharded={}, excluded={})
     assert plan.overlaps[("gradients", 0)] == ()
 
 
 def test_excluded_groups_get_no_place() -> None:
     leases = [Lease(kind="weights", group=group, nbytes=10) for group in (0, 1)]
-    plan = plan_pool(leases, [], [], windows={0: 8, 1: 8}, excluded={1: "a reason"})
-    assert set(plan.offsets) == {("weights", 0)} and set(plan.windows) == {0}
+    plan = plan_pool(leases, [], [], sharded={0: 8, 1: 8}, excluded={1: "a reason"})
+    assert set(plan.offsets) == {("weights", 0)} and set(plan.sharded) == {0}
     assert plan.excluded == {1: "a reason"}
     with pytest.raises(ValueError, match="given once"):
-        plan_pool([leases[0], leases[0]], [], [], windows={}, excluded={})
+        plan_pool([leases[0], leases[0]], [], [], sharded={}, excluded={})
 
 
 def test_a_record_survives_as_integers() -> None:
@@ -331,7 +331,7 @@ def test_gradients_are_still_born_in_their_slots() -> None:
     born = runtime.engine.born_bytes - before[1]
     assert 0 < copied < 0.2 * born  # gains and the token table alone
     for group in runtime.groups:
-        for slot in group.slots.values():
+        for slot in group.unsharded.values():
             assert runtime.opened.memory.offset_of(slot.gradient) is not None
 
 
@@ -405,9 +405,9 @@ def test_memory_is_counted_once() -> None:
     runtime, _, _ = trained(Run(steps=2), pooled=True)
     held = runtime.memory()
     plan = runtime.opened.plan
-    assert held["windows"] == held["gathered_weights"] == held["gradient_slots"] == 0
+    assert held["sharded_gradients"] == held["gathered_weights"] == held["unsharded_gradients"] == 0
     assert sum(v for k, v in held.items() if k.startswith("pool_")) == plan.total
-    assert held["pool_windows"] >= before["windows"] > 0
+    assert held["pool_windows"] >= before["sharded_gradients"] > 0
     assert held["masters"] == before["masters"]
     assert held["pool_weights"] > 0 and held["pool_sent"] == held["pool_accumulated"] == 0
 
@@ -419,7 +419,7 @@ def test_a_group_without_a_gradient_stays_on_the_heap() -> None:
         "blocks.1": "blocks.1.norm.weight received no gradient in the recorded micro-batch"
     }
     (group,) = (g for g in runtime.groups if g.name == "blocks.1")
-    assert not (group.weights.bound or group.gradients.bound or group.window_pooled)
+    assert not (group.weights.bound or group.gradients.bound or group.sharded_pooled)
 
 
 def test_windows_that_mix_all_replicas_and_owners_stay_out() -> None:
@@ -499,7 +499,7 @@ def test_a_reduction_in_flight_is_waited_for() -> None:
         moved |= over
         runtime.finish_reductions()
         for got, wanted in zip(runtime.groups, plain.groups, strict=True):
-            assert torch.equal(got.window, wanted.window)
+            assert torch.equal(got.sharded_gradient, wanted.sharded_gradient)
     assert moved and runtime.opened.bytes_set_aside == 0
 
 

@@ -24,8 +24,8 @@ def inputs() -> Tensor:
 
 def test_only_masters_windows_and_state_are_resident_after_sharding() -> None:
     held = make().memory()
-    assert held["gathered_weights"] == held["gradient_slots"] == 0
-    assert held["masters"] == held["windows"] > 0
+    assert held["gathered_weights"] == held["unsharded_gradients"] == 0
+    assert held["masters"] == held["sharded_gradients"] > 0
 
 
 def test_a_finite_gradient_whose_square_overflows_is_clipped_not_skipped() -> None:

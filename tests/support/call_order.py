@@ -16,7 +16,7 @@ def record(runtime: Runtime) -> list[str]:
     """Words for what ``runtime`` does from now on; the list grows."""
     engine, said = runtime.engine, []
     tables = {id(t): g.index for g in runtime.groups for t in (g.gather_table, g.reduce_table)}
-    gather, reduce = engine.transport.all_gather_v, engine.reductions.reduce_slots
+    gather, reduce = engine.transport.all_gather_v, engine.reductions.reduce_unsharded
 
     def heard(letter: str, index: Any, call: Any) -> Any:
         def run(*args: Any, **options: Any) -> Any:
@@ -29,16 +29,16 @@ def record(runtime: Runtime) -> list[str]:
         said.append(f"g{tables[id(table)]}")
         return gather(buffer, table)
 
-    def reduce_slots(slots: Any, table: Any, window: Any, **how: Any) -> Any:
+    def reduce_unsharded(slots: Any, table: Any, window: Any, **how: Any) -> Any:
         index = tables[id(table)]
         said.append(f"r{index}")
         work = reduce(slots, table, window, **how)
-        for letter, name in (("a", "advance"), ("f", "free_slots"), ("w", "wait")):
+        for letter, name in (("a", "advance"), ("f", "free_unsharded"), ("w", "wait")):
             setattr(work, name, heard(letter, index, getattr(work, name)))
         return work
 
     engine.transport.all_gather_v = all_gather_v  # type: ignore[method-assign]
-    engine.reductions.reduce_slots = reduce_slots
+    engine.reductions.reduce_unsharded = reduce_unsharded
     for group in runtime.groups:
         waits = group.wait_gathered
 

@@ -89,7 +89,7 @@ def check_disjoint(pool: OpenPool) -> None:
 
 def make_late(engine: Engine) -> None:
     """Transfers of one rank, each at the latest moment and in place."""
-    gather, reduce = engine.transport.all_gather_v, engine.reductions.reduce_slots
+    gather, reduce = engine.transport.all_gather_v, engine.reductions.reduce_unsharded
 
     def late_gather(buffer: Tensor, table: SegmentTable) -> Work:
         contents = buffer.clone()
@@ -110,4 +110,4 @@ def make_late(engine: Engine) -> None:
         return StagedWork(Work(finish=finish, borrows=True), (), deque())
 
     engine.transport.all_gather_v = late_gather  # type: ignore[method-assign]
-    engine.reductions.reduce_slots = late_reduction
+    engine.reductions.reduce_unsharded = late_reduction

@@ -73,15 +73,15 @@ class Shared:
     for; ``pool_at`` are the addresses of the pool, in which tensors of the runtime lie.
     """
 
-    pool: int = 0  # the whole segment: leases, windows, gaps
-    windows: int = 0  # of it: this rank's own gradient windows
+    pool: int = 0  # the whole segment: leases, reduced gradients, gaps
+    sharded: int = 0  # of it: this rank's own reduced gradients
     control: int = 0  # rings, cursors, flags
     pool_at: range = range(0)
 
     @property
     def leases(self) -> int:
-        """What the pool has beyond this rank's windows."""
-        return self.pool - self.windows
+        """What the pool has beyond this rank's reduced gradients."""
+        return self.pool - self.sharded
 
 
 def shared_of(runtime: object) -> Shared:
@@ -98,10 +98,10 @@ def shared_of(runtime: object) -> Shared:
     at = memory.bases[memory.rank]
     return Shared(
         pool=memory.nbytes,
-        windows=sum(
-            group.window.numel() * group.window.element_size()
+        sharded=sum(
+            group.sharded_gradient.numel() * group.sharded_gradient.element_size()
             for group in runtime.groups
-            if group.window_pooled
+            if group.sharded_pooled
         ),
         control=control,
         pool_at=range(at, at + memory.nbytes),
@@ -112,7 +112,7 @@ def formula_bytes(parameters: Iterable[LogicalParameter], world: int) -> float:
     """Mean resident bytes per rank, by the DMuon-2 paper, section 4.4, on FSDP, all in FP32.
 
     With P trainable elements, M of them in Muon matrices and E = P - M under AdamW, N ranks:
-    masters 4 P / N, owner windows (reduced gradients) 4 P / N, momentum 4 M / N, moments 8 E / N.
+    masters 4 P / N, reduced gradients 4 P / N, momentum 4 M / N, moments 8 E / N.
     """
     trainable = [p for p in parameters if p.trainable]
     return sum(p.numel * (2 * FP32 + STATE_PER_ELEMENT[p.route]) for p in trainable) / world

@@ -237,8 +237,8 @@ def resident(line: Line, shape: LineShape) -> dict[str, Any]:
     ``overhead`` are headers of leader copies, AdamW's step counters and, at ZeRO-1, the alignment
     of weights; ``transient`` is what should be gone by then; ``unaccounted`` the difference to all
     tensor storages that the runtime and the model lead to, with an open pool as one of them.
-    ``pool`` and ``control`` are what line D keeps for its transfers; windows in the pool, and
-    weights that stay there, count as what they are.
+    ``pool`` and ``control`` are what line D keeps for its transfers; reduced gradients in the pool,
+    and weights that stay there, count as what they are.
     """
     runtime, found, shared = line.runtime, dict[str, int](), Shared()
 
@@ -276,10 +276,14 @@ def resident(line: Line, shape: LineShape) -> dict[str, Any]:
         kept = gathered - alignment
     held = {
         "parameters": found["masters"] + found["leader_copies"] - headers + kept,
-        "gradients": found["windows"] + shared.windows,
+        "gradients": found["sharded_gradients"] + shared.sharded,
         "optimizer_state": found["optimizer_state"] - counters,
         "overhead": headers + counters + alignment,
-        "transient": gathered - kept - alignment + found["gradient_slots"] + found["accumulators"],
+        "transient": gathered
+        - kept
+        - alignment
+        + found["unsharded_gradients"]
+        + found["accumulators"],
         "pool": shared.leases - pooled,
         "control": shared.control,
         "unaccounted": unaccounted,
@@ -316,7 +320,7 @@ def pool_of(line: Line) -> dict[str, Any] | None:
         "plan_bytes": plan.total,
         "by_kind": plan.nbytes,
         "unshared_bytes": sum(plan.sizes.values()) + plan.nbytes["windows"],
-        "own_windows_bytes": shared.windows,
+        "own_windows_bytes": shared.sharded,
         "control_bytes": shared.control,
         "groups_left_out": sorted(runtime.left_out_of_pool()),
     }

@@ -126,7 +126,7 @@ def planned_bytes(system: Owners, rank: int) -> int:
     planned, shared = plan_bytes(runtime.plan, rank), shared_of(runtime)
     if runtime.opened is None:
         return planned + shared.control
-    return planned + runtime.opened.plan.total - shared.windows + shared.control
+    return planned + runtime.opened.plan.total - shared.sharded + shared.control
 
 
 def work(rank: int, world: int, settings: dict[str, Setting], repeats: int) -> dict[str, Any]:
