@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.layering import (
+    ASK_NO_PLACEMENT,
     FLOOR_OF,
     LAUNCHER_ROOM,
     LAUNCHER_VARIABLES,
@@ -76,6 +77,12 @@ GOOD = {
     "megamuon/models/gpt.py": "from megamuon.kernels.linear import linear",
     "pretrain_gpt.py": "from megamuon.training import pretrain",
 }
+PLACEMENT_QUESTIONS = (
+    "from megamuon.placements import Axis, Owned",
+    "import megamuon.placements as placements\nisinstance(x, placements.Shard)",
+    "def f(segment):\n    return segment.parameter.owned",
+    "def f(p, Axis):\n    return p.storage.on(Axis.TP)",
+)
 HOME = {PACKAGE: "megamuon/__init__.py", "tools": "tools/x.py", "entry": "pretrain_x.py"}
 NAME = {PACKAGE: PACKAGE, "tools": "tools.x", "entry": "pretrain_x"}
 
@@ -100,6 +107,8 @@ def breaches(room: str) -> Iterator[tuple[str, str, str]]:
     for name in LAUNCHER_VARIABLES if room != LAUNCHER_ROOM else ():
         text = f"import os\nx = os.environ.get({name!r})"
         yield home_of(room), text, f"{room} names the launcher's {name}:"
+    for text in PLACEMENT_QUESTIONS if room in ASK_NO_PLACEMENT else ():
+        yield home_of(room), text, f"{room} asks for a placement"
 
 
 def caught(root: Path, path: str, text: str, expected: str) -> None:

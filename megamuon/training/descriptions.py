@@ -48,8 +48,7 @@ def describe_grid(config: Config, mesh: Mesh) -> str:
 
 
 def runtime_line(runtime: TrainableRuntime) -> str:
-    """What this rank's runtime holds between steps in MB, and how gradients reached their buffers.
-    """
+    """What this rank's runtime holds between steps in MB, and how gradients reached it."""
     held = " | ".join(
         f"{kind.replace('_', ' ')}: {size / 1e6:.2f}" for kind, size in runtime.memory().items()
     )

@@ -83,6 +83,11 @@ LAUNCHER_VARIABLES = frozenset(
 )
 LAUNCHER_ROOM = "mesh"
 
+# Who works from the tables that placements give never asks what a tensor is on an axis: a further
+# placement then needs no new branch there.
+ASK_NO_PLACEMENT = ("runtime", "collectives")
+PLACEMENT_WORDS = frozenset({"Replicate", "Shard", "Owned", "Partial"})
+
 
 @dataclass
 class SourceFile:
@@ -162,7 +167,7 @@ def room_of(module: str) -> str | None:
 
 def layering_problems(files: list[SourceFile]) -> list[str]:
     """Imports that climb, that a room may not make, or that come from a room without a floor; uses
-    of what a room never uses; names of the launcher's variables.
+    of what a room never uses; names of the launcher's variables; questions about placements.
     """
     problems = []
     for file in files:
@@ -186,6 +191,10 @@ def layering_problems(files: list[SourceFile]) -> list[str]:
             f"{where}:{line}: {file.room} names the launcher's {name}: {LAUNCHER_ROOM} reads it"
             for name, line in _launcher_variables(file)
         ]
+        problems += [
+            f"{where}:{line}: {file.room} asks for a placement ({name}): derive it in ownership"
+            for name, line in _placement_questions(file)
+        ]
     return problems
 
 
@@ -193,6 +202,21 @@ def _launcher_variables(file: SourceFile) -> Iterator[tuple[str, int]]:
     for node in ast.walk(file.tree) if file.room != LAUNCHER_ROOM else ():
         if isinstance(node, ast.Constant) and node.value in LAUNCHER_VARIABLES:
             yield str(node.value), node.lineno
+
+
+def _placement_questions(file: SourceFile) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(file.tree) if file.room in ASK_NO_PLACEMENT else ():
+        if isinstance(node, ast.ImportFrom) and (node.module or "").endswith("placements"):
+            for alias in node.names:
+                if alias.name in PLACEMENT_WORDS:
+                    yield alias.name, node.lineno
+        elif isinstance(node, ast.Attribute):
+            of_module = ast.unparse(node.value).endswith("placements")
+            of_parameter = ast.unparse(node.value).endswith("parameter") and node.attr == "owned"
+            if (of_module and node.attr in PLACEMENT_WORDS) or of_parameter:
+                yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ".on(Axis." in ast.unparse(node):
+            yield ast.unparse(node), node.lineno
 
 
 def _forbidden(file: SourceFile) -> Iterator[tuple[str, int]]:
