@@ -1,4 +1,4 @@
-"""What the benches share: ranks, counted collectives, the look at the load."""
+"""What the benches share: ranks, counted calls, the look at the load."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tools.bench.common import count_collectives, run_bench_ranks, warn_if_busy
+from tools.bench.common import run_bench_ranks, warn_if_busy
+from tools.bench.wire import count_bytes
 
 
 def sum_and_count(rank: int, world: int, factor: int) -> tuple[float, dict[str, int], int]:
     value = torch.tensor(float(factor * (rank + 1)))
     dist.all_reduce(value)  # outside the block: not counted
-    with count_collectives() as counted:
+    with count_bytes() as counter:
         dist.all_reduce(torch.zeros(3))
         received = torch.empty(world)
         dist.all_to_all_single(received, torch.ones(world), async_op=True).wait()
         torch.ones(2).add_(1)  # computes, moves nothing
-    return float(value), dict(counted), torch.get_num_threads()
+    return float(value), counter.by_operation(), torch.get_num_threads()
 
 
 def fail_on_one(rank: int, world: int) -> None:

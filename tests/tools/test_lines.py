@@ -30,13 +30,14 @@ from tools.bench.blocked import Blocked
 from tools.bench.common import run_bench_ranks
 from tools.bench.line_ranks import PHASES, Schedule, by_name, work
 from tools.bench.line_report import breaches, chart, figures, over_line
+from tools.bench.systems import newton_schulz_share
 from tools.bench.wire import count_bytes
 from tools.reference_training import model_config
 from tools.sharded_training import Case
 
 # name: (lines, flags)
 RUNS = {
-    "fsdp zero 3": ("A,B,C,D,M", ["--zero-stage", "3", "--rounds", "2"]),
+    "fsdp zero 3": ("A,B,C,D,M", ["--zero-stage", "3", "--rounds", "2", "--against", "adamw"]),
     "fsdp zero 1": ("C,D", ["--zero-stage", "1"]),
     "fsdp zero 2": ("A,C", ["--zero-stage", "2", "--rounds", "1"]),
     "hsdp bf16": ("A,B,C,D", ["--sharding", "hsdp", "--dtype", "bf16", "--rounds", "1"]),
@@ -153,6 +154,7 @@ def of_line(measured: list[dict[str, Any]], run: str, line: str) -> list[dict[st
 
 
 CASES = [(run, line) for run, (names, _) in RUNS.items() for line in names.split(",")]
+CASES += [("fsdp zero 3", lines.ADAMW)]
 
 
 @pytest.mark.parametrize(("run", "line"), CASES)
@@ -164,6 +166,10 @@ def test_bytes_are_those_of_formula_and_plan(
     assert breaches(line, found) == []
     assert found["bytes_over_formula"] == pytest.approx(1, abs=0.01)
     assert found["resident_bytes_over_formula"] == pytest.approx(1, abs=0.02)
+    # Gathered layers, their gradients and activations come on top while it trains.
+    assert found["peak_bytes_worst_rank"] > 1.2 * sum(
+        found["resident_bytes_mean"][kind] for kind in RESIDENT
+    )
     for rank in ranks:
         for kind in RESIDENT:
             assert rank["resident"][kind] == rank["resident_plan"][kind]
@@ -242,6 +248,19 @@ def test_lines_with_one_optimizer_train_alike(measured: list[dict[str, Any]]) ->
         assert of_rank[line]["losses"] == pytest.approx(of_rank["C"]["losses"], rel=1e-4)
     assert of_rank["D"]["losses"] == of_rank["C"]["losses"]  # bit for bit
     assert of_rank["A"]["losses"][0] == pytest.approx(of_rank["C"]["losses"][0], rel=1e-5)
+    assert of_rank[lines.ADAMW]["losses"] == pytest.approx(of_rank["A"]["losses"], rel=1e-4)
+
+
+def test_newton_schulz_share_falls_with_tokens(measured: list[dict[str, Any]]) -> None:
+    few = measured[0]["fsdp zero 3"]["C"]["newton_schulz_share"]
+    options = lines.build_parser().parse_args(
+        ["--model", "nano", "--sequence", "256", "--micro-batch", "24"]
+    )
+    (case,), _ = lines.cases_of(options, ["C"])
+    with torch.device("meta"):
+        parameters = collect(GPT(model_config("nano")), layers=GPT.layer_classes)
+    plan = build_plan(parameters, Topology(replicas=1, shards=4), closed_form_cost())
+    assert newton_schulz_share(case, plan) < 0.05 < few < 1
 
 
 def test_phases_add_up_to_the_step(measured: list[dict[str, Any]]) -> None:
@@ -354,9 +373,13 @@ def test_json_and_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("matplotlib")
     figures_path, chart_path = tmp_path / "lines.json", tmp_path / "lines.png"
     arguments = [*COMMON, "--json", str(figures_path), "--png", str(chart_path)]
-    assert lines.main(arguments) == 0
+    assert lines.main([*arguments, "--against", "adamw"]) == 0
     document = json.loads(figures_path.read_text(encoding="utf-8"))
-    assert list(document["lines"]) == ["A", "B", "C", "D", "M"]
+    assert list(document["lines"]) == ["A", "B", "C", "D", "M", lines.ADAMW]
+    for key in ("step_ratio_muon_vs_adamw", "step_ratio_vs_fsdp2_adamw", "newton_schulz_share"):
+        assert document[key] > 0
+    assert document["resident_bytes_over_formula"] == pytest.approx(1, abs=0.02)
+    assert document["resident_bytes_over_plan"] == pytest.approx(1, abs=0.001)
     for found in document["lines"].values():
         assert all(isinstance(found[key], float) for key in STEP_KEYS)
         assert found["bytes_over_formula"] == pytest.approx(1, abs=0.01)

@@ -1,8 +1,8 @@
-"""What the benches share: ranks on this machine, counted collectives, a look at the load.
+"""What the benches share: ranks on this machine, a look at the load.
 
-Owns ``run_bench_ranks`` (processes of one Gloo group), ``count_collectives``, ``warn_if_busy`` and
-``machine_facts``. Invariant: bytes and calls are counted by wrapping the calls that move them,
-never computed from a plan. Tested by ``tests/tools/test_bench_common.py``.
+Owns ``run_bench_ranks`` (processes of one Gloo group), ``warn_if_busy`` and ``machine_facts``.
+Invariant: of ranks that fail, the first is named and the others end. Tested by
+``tests/tools/test_bench_common.py``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ import platform
 import queue
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 # Imported once by the server that ranks are forked from, so that a start is cheap.
 PRELOAD = (
@@ -33,32 +30,6 @@ PRELOAD = (
     "torch._dynamo",
     "tools.bench.systems",
 )
-
-
-class _Counter(TorchDispatchMode):
-    """Counts collective operations as torch dispatches them, from Python calls and from DTensors
-    alike.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: dict[str, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # let the DTensor dispatch: its collectives come back here
-        namespace, _, name = func._schema.name.partition("::")
-        if namespace in ("c10d", "_c10d_functional", "symm_mem") and "wait" not in name:
-            self.calls[name.rstrip("_")] = self.calls.get(name.rstrip("_"), 0) + 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def count_collectives() -> Iterator[dict[str, int]]:
-    """Collective operations launched inside the block on this thread, by name."""
-    counter = _Counter()
-    with counter:
-        yield counter.calls
 
 
 def warn_if_busy() -> None:

@@ -1,8 +1,8 @@
-"""What a system holds in memory: its tensors, the formula, the plan, the peak of a step.
+"""What a line holds in memory: its tensors, and the peak of a step.
 
 Owns the counting of resident bytes. Invariant: bytes are those of real storages, found by following
-references, never derived from a plan; the plan and the formula are what they are compared with.
-Tested by ``tests/tools/test_train_step.py``.
+references, never derived from a plan; plan and formula are what ``lines.py`` compares them with.
+Tested by ``tests/tools/test_footprint.py``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megamuon.matrices import LogicalParameter, Route
-from megamuon.ownership import OwnershipPlan
 from megamuon.runtime import Runtime
-
-FP32 = 4  # bytes
-SCALAR = 4  # AdamW's step counter, one per piece of a parameter
-STATE_PER_ELEMENT = {Route.MATRIX: FP32, Route.ADAMW_OWNER: 2 * FP32, Route.ADAMW_SHARDED: 2 * FP32}
 
 
 def reachable_tensors(root: object) -> Iterator[Tensor]:
@@ -106,30 +100,6 @@ def shared_of(runtime: object) -> Shared:
         control=control,
         pool_at=range(at, at + memory.nbytes),
     )
-
-
-def formula_bytes(parameters: Iterable[LogicalParameter], world: int) -> float:
-    """Mean resident bytes per rank, by the DMuon-2 paper, section 4.4, on FSDP, all in FP32.
-
-    With P trainable elements, M of them in Muon matrices and E = P - M under AdamW, N ranks:
-    masters 4 P / N, reduced gradients 4 P / N, momentum 4 M / N, moments 8 E / N.
-    """
-    trainable = [p for p in parameters if p.trainable]
-    return sum(p.numel * (2 * FP32 + STATE_PER_ELEMENT[p.route]) for p in trainable) / world
-
-
-def plan_bytes(plan: OwnershipPlan, rank: int) -> int:
-    """Resident bytes that the plan gives ``rank``: the same terms over its own segments, and one
-    scalar per segment under AdamW.
-    """
-    total = 0
-    for parameter in plan.parameters:
-        for segment in plan.segments(parameter.name):
-            if segment.held_at(*divmod(rank, plan.topology.shards)) and parameter.trainable:
-                per_element = 2 * FP32 + STATE_PER_ELEMENT[parameter.route]
-                total += (segment.stop - segment.start) * per_element
-                total += 0 if parameter.route is Route.MATRIX else SCALAR
-    return total
 
 
 def peak_growth(action: Callable[[], object]) -> int:

@@ -31,8 +31,8 @@ from megamuon.ownership.estimate import (
 from megamuon.ownership.estimate import resident as resident_of_plan
 from megamuon.runtime import Runtime
 from tools.bench.blocked import Blocked
-from tools.bench.footprint import Shared, shared_of, storage_bytes
-from tools.bench.systems import Line, staged_step
+from tools.bench.footprint import Shared, peak_growth, shared_of, storage_bytes
+from tools.bench.systems import Line, newton_schulz_share, staged_step
 from tools.bench.wire import count_bytes
 from tools.sharded_training import Case
 
@@ -196,6 +196,8 @@ def sent(line: Line, shape: LineShape) -> dict[str, Any]:
         "traffic_formula": classes_of(traffic_formula(plan, shape)),
         "traffic_formula_unpadded": classes_of(traffic_formula(plan, shape, padding=False)),
         "elements": sum(p.numel for p in plan.parameters),
+        "collectives": counter.by_operation(),
+        "newton_schulz_share": newton_schulz_share(line.case, plan),
     }
 
 
@@ -238,18 +240,21 @@ def resident(line: Line, shape: LineShape) -> dict[str, Any]:
     of weights; ``transient`` is what should be gone by then; ``unaccounted`` the difference to all
     tensor storages that the runtime and the model lead to, with an open pool as one of them.
     ``pool`` and ``control`` are what line D keeps for its transfers; reduced gradients in the pool,
-    and weights that stay there, count as what they are.
+    and weights that stay there, count as what they are. ``peak`` adds to what lies there between
+    two steps the most that torch's allocator has on top in one: activations and send buffers too.
     """
     runtime, found, shared = line.runtime, dict[str, int](), Shared()
+    between_steps = _stored(line)
 
     def look(phase: str) -> None:
         nonlocal shared
         if phase == "optimizer":
             shared = shared_of(runtime)
-            stored = storage_bytes(line.tensors(), shared.pool_at) + shared.pool
-            found.update(runtime.memory(), storages=stored)
+            found.update(runtime.memory(), storages=_stored(line))
 
     staged_step(line, line.tokens(10_001), look)
+    line.settle()
+    growth = peak_growth(lambda: staged_step(line, line.tokens(10_002), lambda _: None))
     line.settle()
     headers = 0
     if line.publication is not None:
@@ -297,7 +302,14 @@ def resident(line: Line, shape: LineShape) -> dict[str, Any]:
         "memory": found,
         "resident_plan": {kind: int(held[replica, shard]) for kind, held in planned.items()},
         "resident_formula": resident_formula(runtime.plan, shape),
+        "peak": between_steps + shared.control + growth,
     }
+
+
+def _stored(line: Line) -> int:
+    """Bytes of all storages of a line, and of the pool that it shares on the host fabric."""
+    shared = shared_of(line.runtime)
+    return storage_bytes(line.tensors(), shared.pool_at) + shared.pool
 
 
 def pool_of(line: Line) -> dict[str, Any] | None:

@@ -41,6 +41,8 @@ def figures(ranks: Ranks) -> dict[str, Any]:
         **_traffic(ranks),
         **_resident(ranks),
         **_pool(ranks),
+        "peak_bytes_worst_rank": max(rank["peak"] for rank in ranks),
+        "collectives": ranks[0]["collectives"],
         "losses": ranks[0]["losses"],
     }
 
@@ -202,14 +204,13 @@ def table(lines: Mapping[str, Mapping[str, Any]]) -> str:
         moved.append(f"{found['bytes']['world'] / 1024:.1f}")
         moved += [f"{found['bytes_over_formula']:.4f}", _mib(found["bytes_padding"])]
         text.append(_row(line, moved))
-    text += ["", "resident MiB per rank, mean"]
-    text.append(_row("line", ("weights", "gradients", "state", "sum", "/formula", "/plan")))
+    text += ["", "resident MiB per rank, mean; peak of a step, worst rank"]
+    text.append(_row("line", ("weights", "gradients", "state", "sum", "/formula", "/plan", "peak")))
     for line, found in lines.items():
         held = [found["resident_bytes_mean"][kind] for kind in RESIDENT]
         ratios = (found["resident_bytes_over_formula"], found["resident_bytes_over_plan"])
-        text.append(
-            _row(line, [*map(_mib, held), _mib(sum(held)), *(f"{ratio:.4f}" for ratio in ratios)])
-        )
+        cells = [*map(_mib, (*held, sum(held))), *(f"{ratio:.4f}" for ratio in ratios)]
+        text.append(_row(line, [*cells, _mib(found["peak_bytes_worst_rank"])]))
     text += [_wire_text(line, found) for line, found in lines.items() if line == "A"]
     text += [_pool_text(line, found) for line, found in lines.items() if "pool" in found]
     return "\n".join(text)

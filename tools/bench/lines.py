@@ -187,6 +187,7 @@ def document_of(
         **{name: getattr(options, name) for name in kept},
         "grid": f"{cases[0].replicas}x{cases[0].shards}",
         "parameters": ranks[0][cases[0].line]["elements"],
+        "newton_schulz_share": max(ranks[0][name]["newton_schulz_share"] for name in measured),
         "load": os.getloadavg()[0],
         "lines": lines,
         "not_applicable": reasons,
@@ -218,7 +219,8 @@ def print_document(document: dict[str, Any]) -> None:
     if "step_ratio_muon_vs_adamw" in document:
         print(
             f"step of Muon over AdamW's on line C: {document['step_ratio_muon_vs_adamw']:.3f}, over"
-            f" FSDP2's: {document['step_ratio_vs_fsdp2_adamw']:.3f}"
+            f" FSDP2's: {document['step_ratio_vs_fsdp2_adamw']:.3f}; Newton-Schulz is"
+            f" {document['newton_schulz_share']:.1%} of the FLOPs"
         )
     for text in document["breaches"]:
         print(f"BREACH {text}")

@@ -55,7 +55,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megamuon.console import run_script  # noqa: E402
-from tools.bench.common import count_collectives, run_bench_ranks, warn_if_busy  # noqa: E402
+from tools.bench.common import run_bench_ranks, warn_if_busy  # noqa: E402
 from tools.bench.optimizer_systems import (  # noqa: E402
     Dealt,
     DealtInRounds,
@@ -149,7 +149,7 @@ def work(
                 for phase, seconds in timed(system, rank, 10 + step).items():
                     times[phase][kind].append(seconds)
         systems["owners"].backward(rank, 99)
-        with count_collectives() as counted:
+        with count_bytes() as counted:
             systems["owners"].step()
         moved = {kind: sent(systems[kind], rank) for kind in COUNTED}
         for system in systems.values():
@@ -160,7 +160,7 @@ def work(
             matrices=layers * len(shapes),
             shapes=[list(shape) for shape in shapes],
             bytes=moved,
-            collectives_in_our_step=counted,
+            collectives_in_our_step=counted.by_operation(),
             largest_weight_difference=_difference(layers, shapes, KINDS, rank),
         )
         if stock and name == "many_small":

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, read off the collective calls themselves.
+"""Collective calls of a rank and the bytes that they send, read off the calls themselves.
 
 Owns ``count_bytes``. Invariant: a count comes from the tensors and split sizes of a call as torch
 dispatches it, never from a plan or a table, so that a transport which sends too much is seen; an
@@ -14,6 +14,7 @@ of its own. These rules are held against the bytes that the system says were wri
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class ByteCounter(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
         self.phase = ""
+
+    def by_operation(self) -> dict[str, int]:
+        """Number of calls of each operation."""
+        return dict(Counter(call.operation for call in self.calls))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
