@@ -27,7 +27,8 @@ class _Counted:
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the collective does it."""
-        return self.collective.allocate(*args, **kwargs)  # type: ignore[no-any-return]
+        allocated: Tensor = self.collective.allocate(*args, **kwargs)
+        return allocated
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **how: Any
