@@ -108,14 +108,18 @@ class PieceSavePlanner(SavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's pieces, without the empty ones."""
-        items = [item for item in self.local.items if self.resolve_data(item).numel()]
+        items = [item for item in self.local.items if self._piece(item).data.numel()]
         return replace(self.local, items=items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
         """The tensor behind an item."""
+        piece = self._piece(write_item)
+        return piece.data.detach() if piece.read is None else piece.read()
+
+    def _piece(self, write_item: WriteItem) -> StoredTensor:
         position = write_item.index.index
         assert position is not None  # set by create_local_plan
-        return self.pieces[position].data.detach()
+        return self.pieces[position]
 
 
 @dataclass(frozen=True, kw_only=True)

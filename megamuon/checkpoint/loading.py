@@ -10,10 +10,10 @@ on all ranks, and nothing is ever unpickled from a file. Tested by
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,10 @@ from megamuon.checkpoint.manifest import (
 from megamuon.checkpoint.ranks import CheckpointError, Ranks, members_of
 from megamuon.checkpoint.retention import restore_replaced
 from megamuon.checkpoint.tensors import INDEX, StoredTensor, TensorIndex, index_from_json
-from megamuon.checkpoint.tracker import Iteration, directory_name, find_checkpoint
+from megamuon.checkpoint.tracker import RELEASE, Iteration, directory_name, find_checkpoint
+
+if TYPE_CHECKING:
+    from megamuon.checkpoint.dcp_planner import PieceLoadPlanner
 
 Documents = dict[str, Any]
 
@@ -90,15 +93,34 @@ def load(
     manifest = _verified(path, members, None if verify else ())
     index = members.first("read index", lambda: _read_index(path, manifest))
     planner = read_pieces(wanted, path, index, members, strict=strict, ignore=ignore)
+    return _loaded(planner, iteration, members, lambda: _read_documents(path, manifest))
+
+
+def load_indexed(
+    directory: Path, index: TensorIndex, wanted: Sequence[StoredTensor], *, ranks: Ranks | None
+) -> Loaded:
+    """Fill all of ``wanted`` from the files of a folder that is no checkpoint of ours, by an
+    ``index`` that was made and checked for it, the same on all ranks.  Collective; raises as
+    ``load`` does.
+    """
+    from megamuon.checkpoint.torch_store import read_pieces
+
+    members = members_of(ranks)
+    planner = read_pieces(wanted, Path(directory), index, members, strict=True, ignore=())
+    return _loaded(planner, RELEASE, members, dict)
+
+
+def _loaded(
+    planner: PieceLoadPlanner, iteration: Iteration, members: Ranks, read: Callable[[], Documents]
+) -> Loaded:
     elements = members.each("check filled", planner.check_filled)[members.rank]
     documents, filled, unused = members.first(
-        "read documents",
-        lambda: (_read_documents(path, manifest), tuple(planner.found), tuple(planner.unwanted)),
+        "read documents", lambda: (read(), tuple(planner.found), tuple(planner.unwanted))
     )
     return Loaded(
         iteration=iteration,
         documents=documents,
-        tensors=len({piece.name for piece in wanted} - set(planner.missing)),
+        tensors=len({piece.name for piece in planner.wanted} - set(planner.missing)),
         elements=elements,
         missing=tuple(planner.missing),
         filled=filled,

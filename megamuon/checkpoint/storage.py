@@ -13,6 +13,7 @@ safetensors: a tensor that is whole in one piece has its own name as key, a slic
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -197,15 +198,17 @@ class PieceReader(StorageReader):
         self, file: Any, path: Path, item: ReadItem, piece: Piece, planner: LoadPlanner
     ) -> None:
         target = planner.resolve_tensor(item)
-        if (
+        ranges = tuple(
+            slice(start, start + size)
+            for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+        )
+        if piece.view is not None:
+            found = piece.view.back(file.get_slice(piece.key)[piece.view.slices(ranges)])
+        elif (
             tuple(item.lengths) == piece.chunk.shape
         ):  # whole piece; also the only way to read a 0-d tensor
             found = file.get_tensor(piece.key)
         else:
-            ranges = tuple(
-                slice(start, start + size)
-                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-            )
             found = file.get_slice(piece.key)[ranges]
         promised = self.index[item.storage_index.fqn].dtype
         if found.shape != target.shape or found.dtype != promised:
@@ -220,26 +223,30 @@ class PieceReader(StorageReader):
 def _blocks(
     items: Sequence[WriteItem], keys: Sequence[str], planner: SavePlanner
 ) -> Iterator[bytes | memoryview]:
+    entries = []
+    for item, key in zip(items, keys, strict=True):
+        assert item.tensor_data is not None
+        entries.append((key, _dtype(item), tuple(item.tensor_data.chunk.sizes)))
+    return file_blocks(entries, (planner.resolve_data(item) for item in items))
+
+
+def file_blocks(
+    entries: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], tensors: Iterable[Any]
+) -> Iterator[bytes | memoryview]:
     """A safetensors file as a stream: length of the header, header, the tensors' bytes; one
-    tensor in memory at a time.
+    tensor in memory at a time. ``entries`` are (key, dtype, shape) of the ``tensors``.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for item, key in zip(items, keys, strict=True):
-        end = at + _bytes(item)
-        assert item.tensor_data is not None
-        header[key] = {
-            "dtype": DTYPE_NAMES[_dtype(item)],
-            "shape": list(item.tensor_data.chunk.sizes),
-            "data_offsets": [at, end],
-        }
+    for key, dtype, shape in entries:
+        end = at + math.prod(shape) * dtype.itemsize
+        header[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     yield len(text).to_bytes(8, "little")
     yield text
-    for item in items:
-        data = planner.resolve_data(item)
+    for data in tensors:
         assert isinstance(data, torch.Tensor)
         flat = data.detach().cpu().contiguous().reshape(-1)
         yield memoryview(flat.view(torch.uint8).numpy())

@@ -11,7 +11,7 @@ nothing in it depends on how the reader is sharded. Tested by
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,9 @@ class StoredTensor:
     offset: tuple[int, ...]  # where the piece starts, same length as shape
     data: torch.Tensor
     rounds: bool = False  # a float saved in a wider dtype may be loaded into it, rounded once
+    # Gives the values when they are written; ``data`` is on the meta device then, so that a tensor
+    # is in memory only while its file is.
+    read: Callable[[], torch.Tensor] | None = None
 
     @property
     def chunk(self) -> Chunk:
@@ -101,12 +104,42 @@ def widens(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class View:
+    """Where a piece lies in a stored tensor of another shape: ``stored[lead]``, transposed, from
+    row ``start`` on (fused experts, GPT-2's maps; our own checkpoints need none).
+    """
+
+    lead: int | None = None  # index of dim 0 of a 3-D tensor
+    start: int = 0
+    transpose: bool = False
+
+    def slices(self, ranges: tuple[slice, ...]) -> tuple[slice, ...]:
+        """``ranges`` of the piece as ranges of the stored tensor."""
+        first, *rest = ranges
+        moved = (slice(first.start + self.start, first.stop + self.start), *rest)
+        if self.transpose:
+            moved = moved[::-1]
+        return moved if self.lead is None else (slice(self.lead, self.lead + 1), *moved)
+
+    def back(self, found: torch.Tensor) -> torch.Tensor:
+        """What ``slices`` cut out of the stored tensor, in the shape of the piece."""
+        found = found if self.lead is None else found[0]
+        return found.t() if self.transpose else found
+
+    def inside(self, whole: torch.Tensor, rows: int) -> torch.Tensor:
+        """The piece of ``rows`` rows as a view of a ``whole`` stored tensor."""
+        whole = whole if self.lead is None else whole[self.lead]
+        return (whole.t() if self.transpose else whole).narrow(0, self.start, rows)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """A piece on disk."""
 
     chunk: Chunk
     file: str  # name inside the checkpoint's directory
     key: str  # name inside the safetensors file
+    view: View | None = None  # None: the stored tensor is the piece
 
 
 @dataclass(frozen=True, kw_only=True)

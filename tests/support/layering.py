@@ -17,7 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("kernels", "data", "flags", "mesh", "matrices", "placements", "sizes", "console"),
     ("optim", "ownership", "agreement", "sharding", "models"),
     ("collectives", "checkpoint"),
-    ("runtime",),
+    ("runtime", "conversion"),
     ("arguments", "baselines"),
     ("training", "metrics", "profiling", PACKAGE),  # the package's own __init__ exports names
     ("tools", "entry"),  # tools/ and pretrain_*.py, which no room imports
@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         {"matrices", "placements", "mesh", "kernels", "optim", "ownership", "agreement"}
         | {"collectives", "checkpoint"}
     ),
+    "conversion": frozenset({"checkpoint", "sizes"}),
     "baselines": frozenset(
         {"matrices", "placements", "mesh", "kernels", "optim", "ownership", "agreement"}
         | {"collectives", "checkpoint", "runtime"}
@@ -70,7 +71,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 NEVER_USES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("kernels", "data", "arguments", "matrices", "placements", "sizes", "console")
-        + ("flags", "optim", "ownership", "models"),
+        + ("flags", "optim", "ownership", "models", "conversion"),
         ("torch.distributed",),
     ),
     **dict.fromkeys(("collectives", "runtime", "training"), ("torch.distributed.fsdp",)),
