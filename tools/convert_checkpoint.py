@@ -111,7 +111,7 @@ def to_ours(folder: Path, output: Path) -> str:
     )
     for line in named:
         print(f"not used: {line}")
-    return f"{len(shapes)} weights in {output}: start with --load {output}"
+    return f"{len(shapes)} weights in {output}: start with --load {output} --use-checkpoint-args"
 
 
 def to_theirs(folder: Path, output: Path, step: int | None, dtype: torch.dtype | None) -> str:

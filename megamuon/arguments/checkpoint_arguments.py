@@ -1,6 +1,7 @@
-"""Model and tokenizer flags taken from a checkpoint.
+"""Model and tokenizer flags taken from a checkpoint or a Hugging Face folder.
 
-Owns what ``--use-checkpoint-args`` means. Invariant: only architecture and tokenizer values are
+Owns what ``--use-checkpoint-args`` means, and what a Hugging Face folder in ``--load`` or
+``--pretrained-checkpoint`` fills. Invariant: only architecture and tokenizer values are
 taken, and an explicit flag wins with a printed note (in Megatron it is silently overridden,
 NVIDIA/Megatron-LM #2616). Tested by ``tests/arguments/test_checkpoint_arguments.py``.
 """
@@ -14,6 +15,7 @@ from megamuon.arguments.config import specs_by_dest
 from megamuon.arguments.mapping import Filled
 
 CheckpointArgsReader = Callable[[str, int | None], Mapping[str, Mapping[str, Any]] | None]
+FolderArgsReader = Callable[[str], Mapping[str, Mapping[str, Any]] | None]
 
 COMPONENTS = ("model", "tokenizer")
 
@@ -41,8 +43,35 @@ def merged_values(saved: Mapping[str, Mapping[str, Any]], given: Mapping[str, An
     return filled
 
 
-def checkpoint_values(given: Mapping[str, Any], reader: CheckpointArgsReader | None) -> Filled:
-    """Values for ``--use-checkpoint-args``; nothing when it was not given."""
+def folder_values(given: Mapping[str, Any], reader: FolderArgsReader | None) -> Filled:
+    """Values of the Hugging Face folder that weights are to come from; nothing where there is
+    none.
+    """
+    for name in ("load", "pretrained_checkpoint"):
+        if reader is None or not given.get(name):
+            continue
+        flag = specs_by_dest()[name].flag
+        try:
+            said = reader(given[name])
+        except ValueError as error:
+            return Filled(problems=[f"{flag}: {error}"])
+        if said is None:
+            continue
+        if {"tokenizer_type", "tokenizer_model"} & set(given):  # a tokenizer of its own
+            rows = {"padded_vocab_size": said["tokenizer"]["padded_vocab_size"]}
+            said = {**said, "tokenizer": rows}
+        filled = merged_values(said, given)
+        filled.notes.append(f"{flag} {given[name]}: model flags from its config.json")
+        return filled
+    return Filled()
+
+
+def checkpoint_values(
+    given: Mapping[str, Any], reader: CheckpointArgsReader | None, *, needed: bool = True
+) -> Filled:
+    """Values for ``--use-checkpoint-args``; nothing when it was not given.  Not ``needed``: a
+    folder without a checkpoint has filled the flags already.
+    """
     if not given.get("use_checkpoint_args"):
         return Filled()
     places = [given[name] for name in ("load", "pretrained_checkpoint") if given.get(name)]
@@ -60,4 +89,5 @@ def checkpoint_values(given: Mapping[str, Any], reader: CheckpointArgsReader | N
             return Filled(problems=[f"--use-checkpoint-args: {place}: {error}"])
         if saved is not None:
             return merged_values(saved, given)
-    return Filled(problems=[f"--use-checkpoint-args: no checkpoint in {' or '.join(places)}"])
+    missing = f"--use-checkpoint-args: no checkpoint in {' or '.join(places)}"
+    return Filled(problems=[missing] if needed else [])

@@ -2,8 +2,9 @@
 
 Owns ``parse_config``. Invariants: all problems of a command line are found in one go and raised
 together; nothing that was given is dropped without a printed note; precedence is explicit flag,
-then mapped Megatron flag, then checkpoint arguments (``--use-checkpoint-args``), then preset, then
-the caller's defaults, then the field's default. Tested by ``tests/arguments/test_parser.py``.
+then mapped Megatron flag, then checkpoint arguments (``--use-checkpoint-args``), then those of a
+Hugging Face folder, then preset, then the caller's defaults, then the field's default. Tested by
+``tests/arguments/test_parser.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from megamuon.arguments.checkpoint_arguments import CheckpointArgsReader, checkpoint_values
+from megamuon.arguments.checkpoint_arguments import (
+    CheckpointArgsReader,
+    FolderArgsReader,
+    checkpoint_values,
+    folder_values,
+)
 from megamuon.arguments.config import Config, ConfigError, config_from_values, specs_by_dest
 from megamuon.arguments.derive import derive
 from megamuon.arguments.mapping import apply_mapped_flags, apply_presets
@@ -277,6 +283,7 @@ def parse_config(
     defaults: Mapping[str, Any] | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
     read_checkpoint_args: CheckpointArgsReader | None = None,
+    read_folder_args: FolderArgsReader | None = None,
 ) -> ParsedConfig:
     """Read a command line (without the program's name) into a resolved, checked configuration.
 
@@ -284,8 +291,9 @@ def parse_config(
     of a node, for the default of ``--shard-size``; ``defaults`` are the calling
     script's values for dests that nobody gave.  ``read_checkpoint_args(load, step)`` returns the
     nested arguments of a checkpoint, or None when there is none; it is called for
-    ``--use-checkpoint-args`` only.  Raises ConfigError with every problem.  ``--help`` prints and
-    raises SystemExit(0), as argparse does.
+    ``--use-checkpoint-args`` only.  ``read_folder_args(place)`` returns those of a Hugging Face
+    folder in ``--load`` or ``--pretrained-checkpoint``, or None.  Raises ConfigError with every
+    problem.  ``--help`` prints and raises SystemExit(0), as argparse does.
     """
     parser = build_parser(extra_args_provider)
     required = _take_required(parser)
@@ -297,14 +305,18 @@ def parse_config(
     mapped = apply_mapped_flags(words.table_given, words.given, preset)
     explicit_values = {**mapped.values, **words.given}
     presetted = apply_presets(explicit_values, presets)
-    stored = checkpoint_values(explicit_values, read_checkpoint_args)
-    for step in (mapped, presetted, stored):
+    folder = folder_values(explicit_values, read_folder_args)
+    stored = checkpoint_values(
+        explicit_values, read_checkpoint_args, needed=not (folder.values or folder.problems)
+    )
+    for step in (mapped, presetted, folder, stored):
         words.problems += step.problems
         words.notes += step.notes
     values = {
         **{dest: spec.default for dest, spec in specs_by_dest().items()},
         **_checked_defaults(defaults or {}),
         **presetted.values,
+        **folder.values,
         **stored.values,
         **explicit_values,
     }

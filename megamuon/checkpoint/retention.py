@@ -25,6 +25,11 @@ from megamuon.checkpoint.tracker import RELEASE, Iteration, directory_name
 _WORK = re.compile(r"(iter_\d{7,}|release)\.(partial|replaced|deleted)-[0-9a-f]+")
 
 
+def is_work(name: str) -> bool:
+    """Whether a directory of that name is a save under way or what one left behind."""
+    return _WORK.fullmatch(name) is not None
+
+
 def make_partial(directory: Path, iteration: Iteration) -> Path:
     """A new empty directory in which a checkpoint is written."""
     partial = _beside(directory / directory_name(iteration), "partial")

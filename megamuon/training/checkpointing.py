@@ -29,8 +29,12 @@ from megamuon.checkpoint import (
     append_progress,
     capture_rng,
     load,
+    load_indexed,
     restore_rng,
 )
+from megamuon.checkpoint.tensors import TensorIndex
+from megamuon.conversion import FAMILIES, folder_index
+from megamuon.conversion.folder_files import DOCUMENT
 from megamuon.matrices import Route
 from megamuon.mesh import Mesh
 from megamuon.optim import RECIPES, Schedule, rest_of
@@ -72,6 +76,7 @@ class RunCheckpoints:
         self.console = console
         self.run = run
         self.identity = dict(identity or {})
+        self.folder: dict[str, Any] = {}  # what an export needs of the folder that it began with
         flags = config.checkpoint
         self._store = Checkpoints(Path(flags.save), ranks) if flags.save is not None else None
         self._announce: tuple[Progress, SaveHandle] | None = None
@@ -91,22 +96,21 @@ class RunCheckpoints:
         """Fill the runtime and the schedule from ``source``; returns the counters to go on from."""
         flags, where = self.config.checkpoint, source.directory
         optimizer = not (source.weights_only or flags.no_load_optim)
-        self.console.first(
-            f" loading distributed checkpoint from {where} at iteration {source.iteration}"
-        )
+        what = "Hugging Face folder" if source.foreign else "distributed checkpoint"
+        at = "" if source.foreign else f" at iteration {source.iteration}"
+        self.console.first(f" loading {what} from {where}{at}")
         if isinstance(problem := source.plan_or_problem, str):
             self.console.first(f"WARNING: the ownership plan in {where} is not used: {problem}")
         wanted = runtime.state(optimizer=optimizer, everywhere=True)
         whole = optimizer and source.optimizer in (None, self.config.optimizer.optimizer)
         if optimizer and not whole:
             wanted = self._state_that_stays(source, runtime, wanted)
-        loaded = load(
-            where,
-            source.iteration,
-            wanted,
-            ranks=self.ranks,
-            ignore=() if whole else (OPTIMIZER_PREFIX,),
-        )
+        if source.foreign:
+            index = self._folder_index(source, runtime)
+            loaded = load_indexed(where, index, wanted, ranks=self.ranks)
+        else:
+            ignore = () if whole else (OPTIMIZER_PREFIX,)
+            loaded = load(where, source.iteration, wanted, ranks=self.ranks, ignore=ignore)
         runtime.loaded()
         self._report_filled(loaded, runtime)
         progress = Progress()
@@ -122,6 +126,17 @@ class RunCheckpoints:
             f" at iteration {progress.iteration}"
         )
         return progress
+
+    def _folder_index(self, source: Source, runtime: TrainableRuntime) -> TensorIndex:
+        """Where the model's weights lie in a Hugging Face folder; says what is not used."""
+        family = FAMILIES[source.documents[DOCUMENT]["config"]["model_type"]]
+        shapes = {parameter.name: parameter.shape for parameter in runtime.plan.parameters}
+        found = self.ranks.first(
+            "read index", lambda: folder_index(source.directory, family, shapes)
+        )
+        for line in found.named:
+            self.console.first(f"  not used: {line}")
+        return found.index
 
     def _report_filled(self, loaded: Loaded, runtime: TrainableRuntime) -> None:
         """Say how much was filled and what was not used.  Raises TrainingError for a weight of the
@@ -262,6 +277,7 @@ class RunCheckpoints:
                     "identity": self.identity,
                     "run": {"id": self.run},
                     "measured": self._measured(runtime),
+                    **({DOCUMENT: self.folder} if self.folder else {}),
                 },
                 rank_documents={} if flags.no_save_rng else {"rng": capture_rng()},
                 asynchronous=flags.async_save,

@@ -31,6 +31,7 @@ from megamuon.mesh import MeshError, launched_as, local_world_size, mesh_from_en
 from megamuon.metrics import write_line
 from megamuon.models import PRESETS
 from megamuon.training.failures import TrainingError
+from megamuon.training.folders import read_folder_args
 from megamuon.training.source import read_checkpoint_args
 
 # Flags that ranks need not share, or share in part; see ``shared_values``.
@@ -84,6 +85,7 @@ def parse_command_line(
             defaults=defaults,
             extra_args_provider=extra_args_provider,
             read_checkpoint_args=read_checkpoint_args,
+            read_folder_args=read_folder_args,
         )
         problems = data_problems(parsed.config)
         if problems:

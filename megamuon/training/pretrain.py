@@ -22,6 +22,7 @@ from torch import nn
 
 from megamuon.arguments import Config, ParsedConfig
 from megamuon.checkpoint import Ranks
+from megamuon.conversion.folder_files import DOCUMENT, TOKENIZER
 from megamuon.data.summary import describe_data
 from megamuon.mesh import Mesh, initialise, launched_local_rank, mesh_from_environment
 from megamuon.metrics import Timers
@@ -50,6 +51,7 @@ from megamuon.training.failures import (
     linger,
     report,
 )
+from megamuon.training.folders import keep_tokenizer
 from megamuon.training.logging import (
     Console,
     RunLog,
@@ -268,10 +270,15 @@ class _Run:
         claim_save_directory(config, source, ranks, self.late.append)
         self.phase("writing the configuration")
         write_config(config, mesh, self.late.append)
+        tokenizer = keep_tokenizer(config, ranks)
         self.phase("building the model")
         runtime = self._runtime(source)
         schedule = Schedule(_schedule(config))
         checkpoints = RunCheckpoints(config, mesh, ranks, self.console, run=run)
+        if source is not None:
+            checkpoints.folder.update(source.documents.get(DOCUMENT) or {})
+        if tokenizer:
+            checkpoints.folder[TOKENIZER] = dict(tokenizer)
         progress = Progress()
         if source is not None:
             self.phase("loading a checkpoint")
@@ -360,7 +367,8 @@ class _Run:
 
     def _already_saved(self, source: Source, progress: Progress) -> int | None:
         """A run that has nothing left to do need not write its checkpoint again."""
-        same = self.config.checkpoint.save == self.config.checkpoint.load
+        save = self.config.checkpoint.save
+        same = save is not None and os.path.realpath(save) == os.path.realpath(source.directory)
         return progress.iteration if same and not source.weights_only else None
 
     def _runtime(self, source: Source | None) -> TrainableRuntime:

@@ -10,6 +10,7 @@ difference is named with its flag and both values.  Tested by
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,11 +33,13 @@ from megamuon.checkpoint import (
     latest,
     read_documents,
 )
+from megamuon.conversion.folder_files import DOCUMENT, check_rows, folder_document
 from megamuon.data.identity import identity_difference
 from megamuon.mesh import Mesh
 from megamuon.optim.ns_plan import CpuDtype
 from megamuon.ownership import OwnershipPlan, PlanError, Topology
 from megamuon.training.failures import TrainingError
+from megamuon.training.folders import is_hugging_face, other_weights, read_folder_args
 
 Say = Callable[[str], None]
 
@@ -49,6 +52,7 @@ class Source:
     iteration: Iteration
     documents: Mapping[str, Any]
     weights_only: bool  # --finetune, --pretrained-checkpoint, or a release
+    foreign: bool = False  # a Hugging Face folder: its documents are made from it
 
     @cached_property
     def plan_or_problem(self) -> OwnershipPlan | str | None:
@@ -87,7 +91,7 @@ class Source:
         return self.documents.get("run", {}).get("id")
 
     def __str__(self) -> str:
-        return f"{self.directory} iteration {self.iteration}"
+        return f"{self.directory}{'' if self.foreign else f' iteration {self.iteration}'}"
 
 
 def read_checkpoint_args(
@@ -109,15 +113,24 @@ def read_checkpoint_args(
 def find_source(config: Config, ranks: Ranks, warn: Say) -> Source | None:
     """The checkpoint to start from; None: random weights.  Raises TrainingError and others.
 
-    ``warn`` gets a line that must not be lost among others.
+    A Hugging Face folder yields to what ``--save`` holds already.  ``warn`` gets a line that must
+    not be lost among others.
     """
     flags = config.checkpoint
     if flags.load is not None:
         directory = Path(flags.load)
+        if ranks.first("look into --load", lambda: is_hugging_face(directory)):
+            return _saved_since(config, ranks) or _folder(config, directory, ranks, "--load")
         iteration = latest(directory, ranks=ranks, step=flags.ckpt_step)
         if iteration is not None:
             weights_only = flags.finetune or iteration == RELEASE
             return _source(directory, iteration, ranks, weights_only=weights_only)
+        if found := ranks.first("look into --load", lambda: other_weights(directory)):
+            raise TrainingError(
+                f"--load {directory} holds {found}, and no checkpoint of this program: give the"
+                " folder that has latest_checkpointed_iteration.txt, or a Hugging Face folder"
+                " (config.json with a model_type, and safetensors)"
+            )
         text = f"no checkpoint in --load {directory} (no latest_checkpointed_iteration.txt there)"
         if flags.exit_on_missing_checkpoint:
             raise TrainingError(f"{text}, and --exit-on-missing-checkpoint is set")
@@ -126,10 +139,45 @@ def find_source(config: Config, ranks: Ranks, warn: Say) -> Source | None:
     if flags.pretrained_checkpoint is None:
         return None
     directory = Path(flags.pretrained_checkpoint)
+    if ranks.first("look into --pretrained-checkpoint", lambda: is_hugging_face(directory)):
+        saved = _saved_since(config, ranks) if flags.load is None else None
+        return saved or _folder(config, directory, ranks, "--pretrained-checkpoint")
     iteration = latest(directory, ranks=ranks)
     if iteration is None:
         raise TrainingError(f"no checkpoint in --pretrained-checkpoint {directory}")
     return _source(directory, iteration, ranks, weights_only=True)
+
+
+def _saved_since(config: Config, ranks: Ranks) -> Source | None:
+    """What a run that began with a Hugging Face folder has saved since."""
+    flags = config.checkpoint
+    if flags.save is None or flags.finetune:
+        return None
+    iteration = latest(Path(flags.save), ranks=ranks, step=flags.ckpt_step)
+    if iteration is None:
+        return None
+    return _source(Path(flags.save), iteration, ranks, weights_only=iteration == RELEASE)
+
+
+def _folder(config: Config, directory: Path, ranks: Ranks, flag: str) -> Source:
+    """A Hugging Face folder."""
+    save = config.checkpoint.save
+    if save is not None and os.path.realpath(save) == os.path.realpath(directory):
+        raise TrainingError(f"--save {save} is the folder of {flag}: name another one")
+
+    def read() -> Mapping[str, Any]:
+        folder = folder_document(directory, {})
+        rows = config.tokenizer.padded_vocab_size or folder["config"].get("vocab_size", 0)
+        check_rows(directory, rows)
+        return {"args": read_folder_args(str(directory)), DOCUMENT: folder}
+
+    return Source(
+        directory=directory,
+        iteration=RELEASE,
+        documents=ranks.first("read the folder", read),
+        weights_only=True,
+        foreign=True,
+    )
 
 
 def _source(directory: Path, iteration: Iteration, ranks: Ranks, *, weights_only: bool) -> Source:
