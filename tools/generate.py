@@ -29,6 +29,7 @@ from megamuon.checkpoint import (  # noqa: E402
     read_index,
 )
 from megamuon.console import run_script  # noqa: E402
+from megamuon.conversion.folder_files import with_kept_tokenizer  # noqa: E402
 from megamuon.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
 from megamuon.models import GPT, gpt_config_from_flags  # noqa: E402
 from megamuon.models.generation import generate  # noqa: E402
@@ -55,7 +56,9 @@ def read_model(directory: Path, iteration: Iteration, device: torch.device) -> t
     """The model of a checkpoint with its weights in FP32, and the arguments it was trained with."""
     alone = Ranks()
     documents = read_documents(directory, iteration, ranks=alone)
-    config = config_from_nested(documents["args"])
+    arguments = documents["args"]
+    tokenizer = with_kept_tokenizer(arguments.get("tokenizer", {}), directory)
+    config = config_from_nested({**arguments, "tokenizer": tokenizer})
     index = read_index(directory, iteration)
     if EMBEDDING not in index:
         raise CheckpointError(f"{directory} iteration {iteration} holds no {EMBEDDING}: not a GPT")

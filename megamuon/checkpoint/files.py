@@ -17,6 +17,7 @@ import secrets
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ class _Hasher:
                 self._problem = error
 
 
+def _write_block(file: FileIO, view: memoryview, hasher: _Hasher) -> int:
+    for start in range(0, len(view), CHUNK):
+        part = view[start : start + CHUNK]
+        hasher.update(part)
+        while len(part):  # an unbuffered write may be short
+            part = part[file.write(part) :]
+    return len(view)
+
+
 def write_durably(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecord:
     """Write ``blocks`` to a new file, hash them, and return once they are on the device.  A block
     must not change before the return.  Raises OSError, and RuntimeError where no thread starts.
@@ -79,13 +89,8 @@ def write_durably(path: Path, blocks: Iterable[bytes | memoryview]) -> FileRecor
         hasher = _Hasher()
         try:
             for block in blocks:
-                view = memoryview(block).cast("B")
-                for start in range(0, len(view), CHUNK):
-                    part = view[start : start + CHUNK]
-                    hasher.update(part)
-                    size += len(part)
-                    while len(part):  # an unbuffered write may be short
-                        part = part[file.write(part) :]
+                size += _write_block(file, memoryview(block).cast("B"), hasher)
+                del block  # or two of the largest tensors would be in memory at a time
             os.fsync(file.fileno())  # the last chunks are hashed meanwhile
         finally:
             hasher.close()

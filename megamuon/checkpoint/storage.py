@@ -248,8 +248,15 @@ def file_blocks(
     yield text
     for data in tensors:
         assert isinstance(data, torch.Tensor)
-        flat = data.detach().cpu().contiguous().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy())
+        block = _bytes_of(data)
+        del data  # the next one is read while this frame waits
+        yield block
+        del block
+
+
+def _bytes_of(data: torch.Tensor) -> memoryview:
+    flat = data.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _key(item: WriteItem) -> str:

@@ -110,7 +110,13 @@ HARMLESS = frozenset(
     + ("bos_token_id", "eos_token_id", "pad_token_id", "_attn_implementation", "return_dict")
     + ("output_attentions", "output_hidden_states", "output_router_logits", "max_window_layers")
     + ("_attn_implementation_autoset", "task_specific_params", "id2label", "label2id", "model_type")
-    + ("is_encoder_decoder", "chunk_size_feed_forward", "problem_type", "_num_labels")
+    + ("chunk_size_feed_forward", "problem_type", "_num_labels", "is_llama_config")
+    + ("transformers.js_config", "max_length", "min_length", "max_new_tokens", "do_sample")
+    + ("temperature", "top_p", "top_k", "num_beams", "repetition_penalty")
+)
+# Switches of what our model does not have: harmless while they are off.
+OFF = frozenset(
+    ("use_mrope", "rope_interleaved", "is_encoder_decoder", "tie_encoder_decoder", "pruned_heads")
 )
 # Read by functions of their own (``hf_config``).
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters"})
@@ -359,6 +365,8 @@ STORED_BUFFERS: tuple[str, ...] = (
     r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",
 )
 
+# Where ids of special tokens may stand alone: kept beside a tokenizer, written anew by an export.
+ID_FILES: tuple[str, ...] = ("generation_config.json", "config.json")
 TOKENIZER_FILES: tuple[str, ...] = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),

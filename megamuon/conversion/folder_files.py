@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megamuon.checkpoint.files import hash_file, make_directory, write_durably
-from megamuon.conversion.families import TOKENIZER_FILES, ConversionError
+from megamuon.conversion.families import ID_FILES, TOKENIZER_FILES, ConversionError
 from megamuon.conversion.hf_config import read_config, read_json
 
 TOKENIZER = "tokenizer"  # folder beside a run's checkpoints
@@ -25,14 +25,27 @@ def tokenizer_files(folder: Path) -> list[str]:
     return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
+def with_kept_tokenizer(flags: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Tokenizer flags of a checkpoint in ``directory``, with the copy of the tokenizer beside it
+    where there is one: the path that was given may be another machine's.
+    """
+    kept = directory / TOKENIZER
+    if flags.get("tokenizer_type") == "HuggingFaceTokenizer" and tokenizer_files(kept):
+        return {**flags, "tokenizer_model": str(kept)}
+    return dict(flags)
+
+
 def copy_tokenizer(folder: Path, target: Path) -> dict[str, str]:
-    """Copy the tokenizer's files to ``target``, made where it is missing; SHA-256 by name.
+    """Copy the tokenizer's files to ``target``, made where it is missing, and those beside it that
+    say ids of special tokens; SHA-256 by name.
 
     A file that is there already stays if it is the same.  Raises ConversionError where it is
     another one.
     """
     hashes = {}
-    for name in tokenizer_files(folder):
+    names = tokenizer_files(folder)
+    names += [name for name in ID_FILES if names and (folder / name).is_file()]
+    for name in names:
         hashes[name] = hash_file(folder / name)
         if (target / name).exists():
             if hash_file(target / name) != hashes[name]:

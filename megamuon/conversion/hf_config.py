@@ -16,6 +16,7 @@ from typing import Any
 from megamuon.conversion.families import (
     FAMILIES,
     OF_TRAINING,
+    OFF,
     REFUSED,
     ROPE_KEYS,
     WINDOW_KEYS,
@@ -111,7 +112,7 @@ def flags_from_config(config: Mapping[str, Any], source: object) -> dict[str, An
 
 
 def _unknown(config: Mapping[str, Any], family: Family) -> Iterator[str]:
-    known = {*family.fields, *family.must, *family.harmless, *WINDOW_KEYS, *ROPE_KEYS}
+    known = {*family.fields, *family.must, *family.harmless, *WINDOW_KEYS, *ROPE_KEYS, *OFF}
     for name in config:
         if name in _REASONS:
             yield f"{name}: {_REASONS[name]}"
@@ -124,6 +125,9 @@ def _wrong(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     for name, allowed in family.must.items():
         if name in config and config[name] not in allowed:
             yield f"{name} {config[name]!r}: our model computes {allowed[0]!r} only"
+    for name in sorted(OFF):
+        if config.get(name):
+            yield f"{name} {config[name]!r}: our model has no such thing"
 
 
 def _windows(config: Mapping[str, Any], family: Family) -> Iterator[str]:
@@ -279,7 +283,7 @@ def _written(family: Family, flags: Mapping[str, Any], origin: Mapping[str, Any]
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-        **{name: value for name, value in origin.items() if name in family.harmless},
+        **{name: value for name, value in origin.items() if name in family.harmless | OFF},
         **{name: origin.get(name, allowed[0]) for name, allowed in family.must.items()},
         **{name: origin[name] for name in WINDOW_KEYS if name in origin},
     }

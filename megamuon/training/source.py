@@ -33,7 +33,12 @@ from megamuon.checkpoint import (
     latest,
     read_documents,
 )
-from megamuon.conversion.folder_files import DOCUMENT, check_rows, folder_document
+from megamuon.conversion.folder_files import (
+    DOCUMENT,
+    check_rows,
+    folder_document,
+    with_kept_tokenizer,
+)
 from megamuon.data.identity import identity_difference
 from megamuon.mesh import Mesh
 from megamuon.optim.ns_plan import CpuDtype
@@ -105,7 +110,9 @@ def read_checkpoint_args(
         iteration = latest(Path(directory), ranks=alone, step=step)
         if iteration is None:
             return None
-        return read_documents(Path(directory), iteration, ranks=alone)["args"]
+        found = read_documents(Path(directory), iteration, ranks=alone)["args"]
+        tokenizer = with_kept_tokenizer(found["tokenizer"], Path(directory))
+        return {**found, "tokenizer": tokenizer}
     except (CheckpointError, KeyError) as error:
         raise ValueError(str(error)) from error
 

@@ -55,6 +55,7 @@ def test_what_old_folders_leave_out() -> None:
         ({"attention_bias": True}, "attention_bias True: our model computes False only"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu': our model computes 'silu' only"),
         ({"residual_multiplier": 0.2}, "residual_multiplier 0.2: a field that this version"),
+        ({"use_mrope": True}, "use_mrope True: our model has no such thing"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"model_type": "qwen2_moe", "mlp_only_layers": [0]}, r"mlp_only_layers \[0\]"),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, "differ"),
