@@ -88,6 +88,7 @@ class LogicalParameter:
     fusion: str = (
         ""  # parameters with the same non-empty key lie back to back in the compute buffer
     )
+    dtype: str = ""  # of its weights and gradients between masters, if not the run's
 
     @property
     def numel(self) -> int:
@@ -235,6 +236,28 @@ def _fusion_keys(model: nn.Module) -> dict[int, str]:
     return keys
 
 
+OWN_DTYPES = (torch.float32,)  # what ``logical_dtype`` may say
+
+
+def _own_dtypes(model: nn.Module) -> dict[str, str]:
+    """Module path -> the dtype that the module or the nearest one around it declares, as text.
+
+    ``logical_dtype`` on a module is of all parameters in it. Raises RoutingError for another one
+    than FP32: what a run computes in is the run's choice, and only a wider island the module's.
+    """
+    found: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        declared = getattr(module, "logical_dtype", None)
+        if declared is not None and declared not in OWN_DTYPES:
+            raise RoutingError(
+                f"{path or 'the model'} declares logical_dtype = {declared}: torch.float32 is the"
+                " dtype that parameters may have of their own"
+            )
+        around = found.get(path.rpartition(".")[0], "") if path else ""
+        found[path] = around if declared is None else str(declared).removeprefix("torch.")
+    return found
+
+
 def _routed(kind: Kind, trainable: bool, matrices_to: Route) -> tuple[Route, str]:
     if not trainable:
         return Route.FROZEN, "requires_grad is False"
@@ -290,7 +313,7 @@ def collect(
     matrix route on a parameter that is not 2-D or would lie in slices.
     """
     paths = layer_paths(model, layers)
-    fusion = _fusion_keys(model)
+    fusion, dtypes = _fusion_keys(model), _own_dtypes(model)
     seen: dict[int, int] = {}
     found: list[dict[str, object]] = []
     problems: list[str] = []
@@ -331,6 +354,7 @@ def collect(
                 "expert": bool(getattr(module, "is_expert", False)),
                 "aliases": (),
                 "fusion": fusion.get(id(parameter), ""),
+                "dtype": dtypes[name.rpartition(".")[0]],
             }
         )
     if problems:

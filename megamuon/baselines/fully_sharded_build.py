@@ -31,6 +31,7 @@ from megamuon.matrices import (
 )
 from megamuon.mesh import Mesh
 from megamuon.ownership.cost import closed_form_cost
+from megamuon.ownership.groups import group_of
 from megamuon.ownership.holdings import speaks
 from megamuon.ownership.plan import OwnershipPlan
 from megamuon.ownership.planner import build_plan
@@ -132,12 +133,6 @@ def wrap(
     """
     data = grids["replicate", "shard"] if mesh.replicas > 1 else grids["shard"]
     holders = _holders(model, parameters)
-    policy = MixedPrecisionPolicy(
-        param_dtype=config.compute_dtype,
-        reduce_dtype=config.reduce_dtype,
-        # As in the owner runtime, the model decides about the dtype of what is no parameter.
-        cast_forward_inputs=False,
-    )
     # Before FSDP2's own hook, which warns of an output that is a view.
     model.register_forward_hook(_without_views)
     modules = []
@@ -146,11 +141,17 @@ def wrap(
             _fill(parameter, holders[parameter.name], config, mesh, initial)
         module = model.get_submodule(path)
         mine = {_held(holders[parameter.name]) for parameter in members}
+        key = group_of(members[0]) if members else None
         wrapped = fully_shard(
             module,
             mesh=data,
-            reshard_after_forward=bool(path) and config.zero_stage == 3,
-            mp_policy=policy,
+            reshard_after_forward=bool(path and key and not key.kept) and config.zero_stage == 3,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=config.dtypes_of(key.dtype if key else "")[0],
+                reduce_dtype=config.reduce_dtype,
+                # As in the owner runtime, the model decides the dtype of what is no parameter.
+                cast_forward_inputs=False,
+            ),
             # Weights that the group shares with modules outside are the root's.
             ignored_params={p for p in module.parameters() if p not in mine} if path else None,
         )
@@ -219,8 +220,9 @@ def _groups(
     layers: Sequence[type[nn.Module]],
     parameters: Sequence[LogicalParameter],
 ) -> dict[str, list[LogicalParameter]]:
-    """Parameters by the path of the module that is wrapped for them: layers, token tables and heads
-    that are not shared, and the root ("") for the rest, last.
+    """Parameters by the path of the module that is wrapped for them: modules with a dtype of their
+    own, which may lie inside layers, layers, token tables and heads that are not shared, and the
+    root ("") for the rest, last.
     """
     paths = [path for path in layer_paths(model, layers) if path]
     groups: dict[str, list[LogicalParameter]] = {path: [] for path in paths}
@@ -242,12 +244,27 @@ def _groups(
         and not list(model.get_submodule(_module_of(parameter)).children())
     }
     rest: list[LogicalParameter] = []
+    islands: dict[str, list[LogicalParameter]] = {}
     for parameter in parameters:
         path, module = inside[parameter.name], _module_of(parameter)
+        if parameter.dtype and (island := _island(model, module, path)) not in ("", path):
+            islands.setdefault(island, []).append(parameter)
+            continue
         if not path and not parameter.aliases and module in tables:
             path = module
         (groups.setdefault(path, []) if path else rest).append(parameter)
-    return {**groups, "": rest}
+    return {**islands, **groups, "": rest}
+
+
+def _island(model: nn.Module, module: str, layer: str) -> str:
+    """Path of the outermost module around ``module``, inside ``layer``, that declares a dtype."""
+    steps = module.split(".")
+    paths = (".".join(steps[: end + 1]) for end in range(len(steps)))
+    inner = (
+        path for path in paths if path == layer or path.startswith(f"{layer}." if layer else "")
+    )
+    declared = (p for p in inner if getattr(model.get_submodule(p), "logical_dtype", None))
+    return next(declared, layer)
 
 
 def _layer_of(name: str, paths: Sequence[str]) -> str:

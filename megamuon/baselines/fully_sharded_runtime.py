@@ -22,7 +22,7 @@ from megamuon.baselines.fully_sharded_build import present
 from megamuon.baselines.fully_sharded_step import FullyShardedStep
 from megamuon.checkpoint.tensors import StoredTensor
 from megamuon.collectives.traffic import Traffic
-from megamuon.matrices import routing_report
+from megamuon.matrices import LogicalParameter, routing_report
 from megamuon.mesh import Mesh
 from megamuon.ownership.holdings import EVERYBODY, writers
 from megamuon.ownership.plan import OwnershipPlan
@@ -242,10 +242,14 @@ class FullyShardedRuntime(TrainableRuntime):
             for each in modules:
                 each.reshard()
         for name, whole in changes.items():
-            first, master = pieces[name].first_row, pieces[name].master
-            keep_changes(master, whole[first : first + len(master)], self.config.compute_dtype)
+            piece = pieces[name]
+            part = whole[piece.first_row :][: len(piece.master)]
+            keep_changes(piece.master, part, self._dtype(piece.parameter))
         if changes:
             self.loaded()
+
+    def _dtype(self, parameter: LogicalParameter) -> torch.dtype:
+        return self.config.dtypes_of(parameter.dtype)[0]
 
     @torch.no_grad()
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -258,7 +262,7 @@ class FullyShardedRuntime(TrainableRuntime):
             parameter = piece.parameter
             shape = parameter.piece_shape(self.mesh.tp_rank)
             size = (-(-shape[0] // ranks), *shape[1:])
-            mine = piece.master.new_zeros(size, dtype=self.config.compute_dtype)
+            mine = piece.master.new_zeros(size, dtype=self._dtype(parameter))
             mine[: len(piece.master)].copy_(piece.master)
             parts = [torch.empty_like(mine) for _ in range(ranks)]
             dist.all_gather(parts, mine, group=self._shard_group)

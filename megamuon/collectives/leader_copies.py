@@ -10,6 +10,7 @@ transfers, ``ready_publish.py`` with the persistent operator.  Tested by
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,23 +38,33 @@ class StaleCopyError(CollectiveError):
         )
 
 
+class CopySize(NamedTuple):
+    """What a copy holds."""
+
+    numel: int
+    dtype: torch.dtype  # as gathers and publishes carry it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return self.numel * self.dtype.itemsize
+
+
 class LeaderCopies:
     """The resident copies of one rail's parameters, header and payload each, in one buffer."""
 
     def __init__(
         self,
-        sizes: Mapping[int, int],
-        dtype: torch.dtype,
+        sizes: Mapping[int, CopySize],
         device: torch.device | str,
         *,
         buffer: Tensor | None = None,
     ) -> None:
-        """``sizes``: parameter index -> elements. All copies start at zero, version 0.
+        """``sizes``: by parameter index. All copies start at zero, version 0.
 
-        ``buffer``: zeros of at least ``bytes_of(sizes, dtype)`` to lie in, ``(bytes,)`` uint8.
+        ``buffer``: zeros of at least ``bytes_of(sizes)`` to lie in, ``(bytes,)`` uint8.
         """
-        self._places, end = _places(sizes, dtype)
-        self.dtype = dtype
+        self._places, end = _places(sizes)
         if buffer is None:
             buffer = torch.zeros(end, dtype=torch.uint8, device=device)
         self.buffer = buffer[:end]
@@ -63,12 +74,13 @@ class LeaderCopies:
             header = self.buffer[start : start + HEADER_BYTES].view(torch.int64)
             header[1] = index
             self._headers[index] = header
-            self._payloads[index] = self.buffer[start + HEADER_BYTES : stop].view(dtype)
+            payload = self.buffer[start + HEADER_BYTES : stop]
+            self._payloads[index] = payload.view(sizes[index].dtype)
 
     @staticmethod
-    def bytes_of(sizes: Mapping[int, int], dtype: torch.dtype) -> int:
+    def bytes_of(sizes: Mapping[int, CopySize]) -> int:
         """What the copies of ``sizes`` take, headers and alignment included."""
-        return _places(sizes, dtype)[1]
+        return _places(sizes)[1]
 
     def place(self, index: int) -> tuple[int, int]:
         """Where a payload lies in the buffer: its first byte, and how many."""
@@ -107,12 +119,12 @@ class LeaderCopies:
         return torch.stack([self._headers[index] for index in indices])
 
 
-def _places(sizes: Mapping[int, int], dtype: torch.dtype) -> tuple[dict[int, tuple[int, int]], int]:
+def _places(sizes: Mapping[int, CopySize]) -> tuple[dict[int, tuple[int, int]], int]:
     """Start of the header and end of the payload of each parameter, and the end of all."""
     places: dict[int, tuple[int, int]] = {}
     end = 0
-    for index, numel in sizes.items():
-        stop = end + HEADER_BYTES + numel * dtype.itemsize
+    for index, size in sizes.items():
+        stop = end + HEADER_BYTES + size.nbytes
         places[index] = (end, stop)
         end = -(-stop // ALIGNMENT) * ALIGNMENT
     return places, end

@@ -66,6 +66,7 @@ RESIDENT = ("parameters", "gradients", "optimizer_state")
 Key = tuple[str, str]  # operation and axis, as ``collectives.traffic`` counts them
 # What the moves of the matrix update count as, by axis.
 MOVES: dict[Axis, Key] = {Axis.SHARD: ("matrix_gather", SHARD), Axis.TP: ("tp_matrices", "tp")}
+OWN_WIDTHS = {"": 0, "float32": 4}  # by ``LogicalParameter.dtype``
 MASTERS = {dtype.itemsize: dtype for dtype in (torch.float32, torch.float64)}
 
 
@@ -131,7 +132,8 @@ def block_fanouts(plan: OwnershipPlan) -> tuple[BlockFanout, ...]:
         if parameter.name in plan.homes:
             block = held.setdefault(parameter.layer, np.zeros(shards, dtype=np.int64))
             home = plan.homes[parameter.name]
-            block[home.shard] += parameter.piece_numel(0) * plan.settings.bytes_per_element
+            width = max(OWN_WIDTHS[parameter.dtype], plan.settings.bytes_per_element)
+            block[home.shard] += parameter.piece_numel(0) * width
     return tuple(
         BlockFanout(
             block=name,
@@ -148,10 +150,15 @@ class _Group:
     """Elements of one gather group at one tensor-parallel rank, [replicas, shards]."""
 
     stays: bool  # gathered once per pass, whatever the stage
+    own_width: int  # bytes of an element of a group with a dtype of its own, or 0
     owned: np.ndarray
     sliced: np.ndarray  # every replica holds the same
     owned_trainable: np.ndarray
     sliced_trainable: np.ndarray
+
+    def width(self, compute: int) -> int:
+        """Bytes of a gathered element where the run computes with ``compute`` bytes."""
+        return max(self.own_width, compute)
 
     @property
     def led(self) -> np.ndarray:
@@ -171,7 +178,7 @@ def _groups(plan: OwnershipPlan, tp_rank: int = 0, *, padded: bool = False) -> l
         key = group_of(parameter)
         if key not in found:
             blank = [np.zeros((grid.replicas, grid.shards), dtype=np.int64) for _ in range(4)]
-            found[key] = _Group(key.kept, *blank)
+            found[key] = _Group(key.kept, OWN_WIDTHS[key.dtype], *blank)
         group = found[key]
         kinds = [group.owned if parameter.owned else group.sliced]
         if parameter.trainable:
@@ -239,22 +246,23 @@ def resident(plan: OwnershipPlan, shape: LineShape, tp_rank: int = 0) -> dict[st
 
 
 def _resident(groups: Sequence[_Group], shape: LineShape) -> dict[str, np.ndarray]:
-    owned, sliced = _total(g.owned for g in groups), _total(g.sliced for g in groups)
-    trained = _total(g.owned_trainable for g in groups)
-    slices = _total(g.sliced_trainable for g in groups)
-    replicas = len(owned)
-    # Frozen weights are kept as they are gathered, owned ones in the leaders' copies if there are.
-    frozen = sliced - slices + (owned - trained) * (replicas == 1)
-    # Leaders keep a copy of what the owners of their shard publish to them.
-    copies = owned.sum(axis=0) * (replicas > 1)
-    if shape.zero_stage == 1:  # whole weights for life
-        copies = _total(g.led for g in groups).sum()
-    masters = trained + slices
-    if shape.line == "A":  # FSDP2 keeps frozen weights in the master dtype too
-        masters, frozen = masters + frozen, frozen * 0
+    masters = _total(g.owned_trainable + g.sliced_trainable for g in groups)
+    kept = np.int64(0)  # bytes, as they are gathered
+    for group in groups:
+        replicas, width = len(group.owned), group.width(shape.compute)
+        # Frozen weights are kept as they are gathered, owned ones in leaders' copies if there are.
+        frozen = group.sliced - group.sliced_trainable
+        frozen = frozen + (group.owned - group.owned_trainable) * (replicas == 1)
+        if shape.line == "A":  # FSDP2 keeps frozen weights in the master dtype too
+            masters, frozen = masters + frozen, frozen * 0
+        # Leaders keep a copy of what the owners of their shard publish to them.
+        copies = group.owned.sum(axis=0) * (replicas > 1)
+        if shape.zero_stage == 1:  # whole weights for life
+            copies = group.led.sum()
+        kept = kept + (frozen + copies) * width
     return {
-        "parameters": masters * shape.master + (frozen + copies) * shape.compute,
-        "gradients": (trained + slices) * shape.master,
+        "parameters": masters * shape.master + kept,
+        "gradients": _total(g.owned_trainable + g.sliced_trainable for g in groups) * shape.master,
     }
 
 
@@ -279,12 +287,14 @@ def _traffic(
     for group in groups:
         passes = 2 if shape.zero_stage == 3 and not group.stays else 1
         gathers = 1 if shape.zero_stage == 1 else passes * micro_batches
-        gathered = gathered + gathers * shape.compute * (shards - 1) * group.led
-        received = received + gathers * shape.compute * (group.led.sum() - group.led)
+        width = gathers * group.width(shape.compute)
+        gathered = gathered + width * (shards - 1) * group.led
+        received = received + width * (group.led.sum() - group.led)
     mine = _total(g.led_trainable for g in groups)
     reduced = micro_batches * shape.reduce
     trained = _total(g.owned_trainable for g in groups)
     others = trained.sum(axis=0) - trained  # owned by the other ranks of the rail
+    published = _total(g.owned_trainable * g.width(shape.compute) for g in groups)  # bytes
     slices = _total(g.sliced_trainable for g in groups)[0]
     back = shape.reduce if shape.line == "A" else shape.master
     # An all-reduce sends and receives equally much; replicas share what does not divide.
@@ -298,8 +308,8 @@ def _traffic(
             (replicas - 1) * trained * reduced + ring,
         ),
         ("publish", REPLICATE): (
-            (replicas - 1) * trained * shape.compute,
-            others * shape.compute,
+            (replicas - 1) * published,
+            published.sum(axis=0) - published,
         ),
     }
 
@@ -328,8 +338,9 @@ def traffic_formula(
 
 def _workspace(groups: Sequence[_Group], stage: int, width: int, reduce_width: int) -> np.ndarray:
     """Bytes per shard."""
-    sizes = [int(group.led.sum()) for group in groups]
-    unsharded = sorted((int(group.led_trainable.sum()) for group in groups), reverse=True)[:2]
+    sizes = [int(group.led.sum()) * group.width(width) for group in groups]
+    trained = (int(group.led_trainable.sum()) * group.width(width) for group in groups)
+    unsharded = sorted(trained, reverse=True)[:2]
     if stage == 1:
         gathered = 0
     elif stage == 2:
@@ -339,7 +350,7 @@ def _workspace(groups: Sequence[_Group], stage: int, width: int, reduce_width: i
         passing = sorted((size for group, size in pairs if not group.stays), reverse=True)
         gathered = sum(size for group, size in pairs if group.stays) + sum(passing[:2])
     sharded = np.max([group.led_trainable for group in groups], axis=0)
-    return (gathered + sum(unsharded)) * width + sharded * reduce_width
+    return gathered + sum(unsharded) + sharded * reduce_width
 
 
 def estimate(

@@ -2,8 +2,9 @@
 
 Owns ``group_of``, the one rule that runtime, estimates and closed forms share: a layer's parameters
 form one group, a token table or head that lies in slices outside every layer one of its own, and
-all that is left over the root's. Invariant: a group depends on the logical parameter alone, so it
-is the same on every rank and at every grid size. Tested by ``tests/ownership/test_groups.py``.
+all that is left over the root's; parameters with a dtype of their own form groups apart. Invariant:
+a group depends on the logical parameter alone, so it is the same on every rank and at every grid
+size. Tested by ``tests/ownership/test_groups.py``.
 """
 
 from __future__ import annotations
@@ -37,11 +38,18 @@ class GroupKey:
     layer: str  # module path of a layer, name of a table's parameter, "" for the root
     plane: Plane
     kept: bool  # gathered once per pass at ZeRO-3 too: used at both of its ends
+    dtype: str = ""  # of the gathered weights and their gradients; "": the run's
+
+    @property
+    def module(self) -> tuple[GroupKind, str]:
+        """Whose forward uses it: equal for groups that differ in their dtype alone."""
+        return self.kind, self.layer
 
     @property
     def name(self) -> str:
         """The group's name in messages and in the order that all ranks compare."""
-        return f"table:{self.layer}" if self.kind is GroupKind.TABLE else self.layer
+        name = f"table:{self.layer}" if self.kind is GroupKind.TABLE else self.layer
+        return f"{name}@{self.dtype}" if self.dtype else name
 
 
 def group_of(parameter: LogicalParameter) -> GroupKey:
@@ -55,7 +63,7 @@ def group_of(parameter: LogicalParameter) -> GroupKey:
         kind, layer, kept = GroupKind.LAYER, parameter.layer, False
     elif len(parameter.shape) > 1 and not parameter.owned:
         kind, layer, kept = GroupKind.TABLE, parameter.name, bool(parameter.aliases)
-    return GroupKey(kind=kind, layer=layer, plane=Plane.DENSE, kept=kept)
+    return GroupKey(kind=kind, layer=layer, plane=Plane.DENSE, kept=kept, dtype=parameter.dtype)
 
 
 def grouped(

@@ -36,7 +36,7 @@ from megamuon.runtime.exchange import Exchange, build_exchange, moves_along, sum
 from megamuon.runtime.layer_group import LayerGroup
 from megamuon.runtime.matrix_update import MatrixUpdate
 from megamuon.runtime.owner_step import OwnerStep
-from megamuon.runtime.publication import Publication, rails
+from megamuon.runtime.publication import Publication, rails, sent_dtypes
 from megamuon.runtime.reductions import Reductions
 from megamuon.runtime.rounds import Rounds
 
@@ -120,7 +120,6 @@ def build_parts(
             plan,
             mesh,
             replicate_group=publish_group,
-            dtype=config.sent_dtype,
             device=device,
             traffic=traffic,
             synchronous=config.publish == "sync",
@@ -227,7 +226,7 @@ def _transports(
                 fabric=config.fabric,
                 settings=ready,
                 new_group=lambda: grid.new_group("places"),
-                rails=rails(plan, mesh, config.sent_dtype.itemsize, ready.tile_bytes),
+                rails=rails(plan, mesh, sent_dtypes(groups), ready.tile_bytes),
             ),
         ),
     )

@@ -213,6 +213,15 @@ class RuntimeConfig:
                 " collectives='grouped' for even slices"
             )
 
+    def dtypes_of(self, own: str) -> tuple[torch.dtype, torch.dtype]:
+        """What a group computes in and what its gathers send; ``own`` is the dtype that its
+        parameters declare, or "". An island is never narrower than the run around it.
+        """
+        if not own:
+            return self.compute_dtype, self.sent_dtype
+        compute = torch.promote_types(getattr(torch, own), self.compute_dtype)
+        return compute, compute
+
     @property
     def sent_dtype(self) -> torch.dtype:
         """What gathers and publishes send."""

@@ -36,7 +36,8 @@ which a peer will only start at the end of its pass, while that peer waits for a
 rank has not issued, waits for ever. It takes one rank that skips a layer in a deep model. So the
 two orders are read as one. With places counted from the last layer down, the reduction at place p
 comes before the gather at p + lag and behind the one before that: what a rank does anyhow that
-prefetches lag - 1 layers (``Schedule.lag``). A rank that has no use for the next one in that order
+prefetches lag - 1 layers (``Schedule.lag``). Groups of one module, which differ in
+their dtype alone, share a place. A rank that has no use for the next one in that order
 issues it all the same, the reduction of a group whose gradients are not all there included. So
 whatever a rank waits for, it has issued all that comes before; then the first collective that is
 not over has been issued by every rank, and ends. Later stages of a reduction start with the
@@ -111,9 +112,9 @@ class Engine(ForwardPass):
         """See ForwardPass: the backward orders follow."""
         super().freeze(order)
         backward = tuple(g for g in reversed(order) if not self.groups[g].unread)
-        self.backward_order = Cursor(backward)
+        self.backward_order = self._cursor(backward)
         self.reduce_order = Cursor(tuple(g for g in backward if self.groups[g].trainable))
-        self._place = {group: place for place, group in enumerate(backward)}
+        self._place = dict(zip(backward, self.backward_order.turns, strict=True))
 
     def settle_passes(self) -> None:
         """See ForwardPass: a backward pass first."""
@@ -143,7 +144,7 @@ class Engine(ForwardPass):
         missing = [g for g in self._place if self.groups[g].version != self.version]
         self._ahead = self.kept.intersection(missing)
         order = sorted(missing, key=lambda g: g not in self._ahead)
-        self.backward_order = Cursor(order)
+        self.backward_order = self._cursor(order)
         self._gather_places = [-1 if g in self._ahead else self._place[g] for g in order]
         self.reduce_order.reset()
         self.reductions.finish()

@@ -21,7 +21,7 @@ from megamuon.collectives.call_check import CallCheck
 from megamuon.runtime.buffers import FlatBuffer
 from megamuon.runtime.frozen import UNREAD
 from megamuon.runtime.layer_group import LayerGroup
-from megamuon.runtime.order import Cursor, follows, merged_order
+from megamuon.runtime.order import Cursor, follows, merged_order, turns_of
 from megamuon.runtime.publication import Publication
 from megamuon.runtime.rounds import Round, Rounds
 from megamuon.runtime.schedule import Schedule
@@ -94,7 +94,10 @@ class ForwardPass(abc.ABC):
 
     def freeze(self, order: tuple[int, ...]) -> None:
         """Take the order of the groups, the same on all ranks."""
-        self.forward_order = Cursor(order)
+        self.forward_order = self._cursor(order)
+
+    def _cursor(self, order: Sequence[int]) -> Cursor:
+        return Cursor(order, turns_of(order, [group.key.module for group in self.groups]))
 
     # --- what the backward half adds -------------------------------------------------------------
 

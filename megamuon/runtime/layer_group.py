@@ -120,15 +120,15 @@ class LayerGroup:
         parameters: Sequence[LogicalParameter],
         plan: OwnershipPlan,
         mesh: Mesh,
-        compute_dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         master_dtype: torch.dtype,
         device: torch.device,
         resident: bool = False,
-        sent_dtype: torch.dtype | None = None,
     ) -> None:
-        """``sent_dtype``: what gathers carry and frozen parameters are kept in, if not the compute
-        dtype.
+        """``dtypes``: what modules compute with, and what gathers carry and frozen parameters are
+        kept in.
         """
+        compute_dtype, self.sent_dtype = dtypes
         self.index = index
         self.key = key
         self.name = key.name  # "" for the root's
@@ -143,7 +143,6 @@ class LayerGroup:
             return place(members, compute_dtype.itemsize, mesh.tp_rank)
 
         self.weights = _released(layout(self.parameters), compute_dtype, device)
-        self.sent_dtype = sent_dtype or compute_dtype
         self.sent: FlatBuffer | None = None  # what gathers carry, where that is a narrower dtype
         if self.sent_dtype != compute_dtype:
             self.sent = _released(self.weights.layout, self.sent_dtype, device)

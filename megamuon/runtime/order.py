@@ -23,15 +23,20 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
 from collections.abc import Set as AbstractSet
 
 
 class Cursor:
     """Walks a frozen order; each pass starts with ``reset``."""
 
-    def __init__(self, order: Sequence[int]) -> None:
+    def __init__(self, order: Sequence[int], turns: Sequence[int] | None = None) -> None:
+        """``turns``: which groups are used together, as ``turns_of`` gives it; without it each has
+        a turn of its own.
+        """
         self.order = tuple(order)
+        self.turns = tuple(range(len(self.order)) if turns is None else turns)
         self._position = {group: place for place, group in enumerate(self.order)}
         if len(self._position) != len(self.order):
             raise ValueError(f"a frozen order names a group twice: {self.order}")
@@ -52,9 +57,12 @@ class Cursor:
         return issued
 
     def following(self, group: int, count: int) -> tuple[int, ...]:
-        """The ``count`` groups after ``group``, those to prefetch; fewer at the end."""
-        place = self._position[group] + 1
-        return self.order[place : place + count]
+        """What is left of the turn of ``group`` and the ``count`` turns after it, to prefetch;
+        fewer at the end.
+        """
+        place = self._position[group]
+        end = bisect_right(self.turns, self.turns[place] + count)
+        return self.order[place + 1 : end]
 
     def rest(self) -> tuple[int, ...]:
         """Everything that has not been issued in this pass."""
@@ -75,6 +83,17 @@ class Cursor:
             elif self.order[place] not in skipped:
                 break
         return self.order[start : self.next]
+
+
+def turns_of(order: Sequence[int], modules: Sequence[Hashable]) -> tuple[int, ...]:
+    """The turn of each group of ``order``, ascending from 0. Neighbours of one module share a turn:
+    they differ in their dtype alone, and one forward uses them all. ``modules``: by group.
+    """
+    turns: list[int] = []
+    for place, group in enumerate(order):
+        together = place > 0 and modules[group] == modules[order[place - 1]]
+        turns.append(turns[-1] + (not together) if turns else 0)
+    return tuple(turns)
 
 
 def merged_order(used: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:

@@ -19,13 +19,13 @@ a parameter untouched, changes no expected number and sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamuon.collectives.leader_copies import LeaderCopies
+from megamuon.collectives.leader_copies import CopySize, LeaderCopies
 from megamuon.collectives.operators import Fabric
 from megamuon.collectives.publish import Publisher
 from megamuon.collectives.ready_publish import ReadyPublisher
@@ -45,7 +45,6 @@ class Publication:
         mesh: Mesh,
         *,
         replicate_group: dist.ProcessGroup | None,
-        dtype: torch.dtype,
         device: torch.device,
         traffic: Traffic,
         synchronous: bool,
@@ -62,14 +61,17 @@ class Publication:
         self._led = {self._place[p.name] for p in led}
         names = {self._place[p.name]: p.name for p in led}
         replicas = {self._place[p.name]: plan.homes[p.name].replica for p in led}
-        sizes = {self._place[p.name]: p.piece_numel(mesh.tp_rank) for p in led}
+        sent = sent_dtypes(groups)
+        sizes = {
+            self._place[p.name]: CopySize(p.piece_numel(mesh.tp_rank), sent[p.name]) for p in led
+        }
         buffer = None
         if fabric is not None and fabric.operators.publish is None:
             fabric = None
         if fabric is not None:
-            memory = fabric.open_copies(_heaviest_copies(groups, plan, mesh, dtype))
-            buffer = memory.tensor(0, LeaderCopies.bytes_of(sizes, dtype), torch.uint8)
-        self.copies = LeaderCopies(sizes, dtype, device, buffer=buffer)
+            memory = fabric.open_copies(_heaviest_copies(groups, plan, mesh))
+            buffer = memory.tensor(0, LeaderCopies.bytes_of(sizes), torch.uint8)
+        self.copies = LeaderCopies(sizes, device, buffer=buffer)
         common = {
             "names": names,
             "owner_replicas": replicas,
@@ -199,24 +201,33 @@ class Publication:
         return self.copies.resident_bytes
 
 
-def _heaviest_copies(
-    groups: Sequence[LayerGroup], plan: OwnershipPlan, mesh: Mesh, dtype: torch.dtype
-) -> int:
+def sent_dtypes(groups: Sequence[LayerGroup]) -> dict[str, torch.dtype]:
+    """Parameter -> the dtype that gathers and publishes carry it in."""
+    return {p.name: group.sent_dtype for group in groups for p in group.parameters}
+
+
+def _heaviest_copies(groups: Sequence[LayerGroup], plan: OwnershipPlan, mesh: Mesh) -> int:
     """Bytes of the copies of the rail that has most: all ranks make memory of one size."""
-    sizes: list[dict[int, int]] = [{} for _ in range(mesh.shards)]
+    sizes: list[dict[int, CopySize]] = [{} for _ in range(mesh.shards)]
     for group in groups:
         for parameter in group.parameters:
             if parameter.name in plan.homes:
                 held = sizes[plan.homes[parameter.name].shard]
-                held[len(held)] = parameter.piece_numel(mesh.tp_rank)
-    return max(LeaderCopies.bytes_of(held, dtype) for held in sizes)
+                numel = parameter.piece_numel(mesh.tp_rank)
+                held[len(held)] = CopySize(numel, group.sent_dtype)
+    return max(LeaderCopies.bytes_of(held) for held in sizes)
 
 
-def rails(plan: OwnershipPlan, mesh: Mesh, itemsize: int, tile_bytes: int) -> tuple[int, int]:
-    """Parameters and publish tiles of the rail that has most of each."""
+def rails(
+    plan: OwnershipPlan, mesh: Mesh, sent: Mapping[str, torch.dtype], tile_bytes: int
+) -> tuple[int, int]:
+    """Parameters and publish tiles of the rail that has most of each; ``sent`` as ``sent_dtypes``
+    says it.
+    """
     counts = [[0, 0] for _ in range(mesh.shards)]
     for name, home in plan.homes.items():
         held = counts[home.shard]
         held[0] += 1
-        held[1] += -(-plan.parameter(name).piece_numel(mesh.tp_rank) * itemsize // tile_bytes)
+        nbytes = plan.parameter(name).piece_numel(mesh.tp_rank) * sent[name].itemsize
+        held[1] += -(-nbytes // tile_bytes)
     return max(count for count, _ in counts), max(tiles for _, tiles in counts)

@@ -71,7 +71,10 @@ def shard(
     the pieces of one tp rank (``megamuon.sharding``). ``route(name, parameter, module)`` may send a
     parameter elsewhere than its module declares.  ``initial(name, whole tensor, generator)`` fills
     the weights, each from a generator of its own, so that they do not depend on the ranks; without
-    it the model's present weights are taken, and it must not be on the meta device.  ``plan`` is a
+    it the model's present weights are taken, and it must not be on the meta device.  Modules that
+    say ``logical_dtype = torch.float32`` have weights and gradients in it under a narrower
+    ``config.compute_dtype``, and cast what they are given; reductions send ``reduce_dtype`` of
+    theirs too.  ``plan`` is a
     stored plan: it is reused if it is for these parameters, routes, ranks and planner settings, and
     a new one is made if not.
 
@@ -189,6 +192,7 @@ def _parameters_by_name(
 def _build_groups(
     plan: OwnershipPlan, mesh: Mesh, config: RuntimeConfig, device: torch.device
 ) -> tuple[LayerGroup, ...]:
+    groups = enumerate(grouped(plan.parameters).items())
     return tuple(
         LayerGroup(
             index=index,
@@ -196,24 +200,24 @@ def _build_groups(
             parameters=members,
             plan=plan,
             mesh=mesh,
-            compute_dtype=config.compute_dtype,
-            sent_dtype=config.sent_dtype,
+            dtypes=config.dtypes_of(key.dtype),
             master_dtype=config.master_dtype,
             device=device,
             resident=config.zero_stage == 1,
         )
-        for index, (key, members) in enumerate(grouped(plan.parameters).items())
+        for index, (key, members) in groups
     )
 
 
 def frozen_note(plan: OwnershipPlan, config: RuntimeConfig) -> list[str]:
     """What to tell the user about weights that do not train."""
-    frozen = sum(p.numel for p in plan.parameters if not p.trainable)
-    if not frozen or config.sent_dtype == config.master_dtype:
+    frozen = [p for p in plan.parameters if not p.trainable]
+    rounded = [p for p in frozen if config.dtypes_of(p.dtype)[1] != config.master_dtype]
+    if not rounded:
         return []
     return [
-        f"frozen weights: {frozen:,} elements are kept once, rounded to {config.sent_dtype},"
-        " without masters"
+        f"frozen weights: {sum(p.numel for p in rounded):,} elements are kept once, rounded to"
+        f" {config.sent_dtype}, without masters"
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from megamuon.collectives.leader_copies import HEADER_BYTES, LeaderCopies, StaleCopyError
 from megamuon.collectives.publish import Publisher
 from megamuon.collectives.traffic import Traffic
+from tests.support.copies import sized
 
 SIZES = {4: 7, 2: 0, 9: 1000, 1: 1}
 NAMES = {index: f"weight{index}" for index in SIZES}
@@ -28,7 +29,7 @@ def publisher(copies: LeaderCopies, *, ordered: bool = False) -> Publisher:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_copies_lie_apart_in_one_buffer(dtype: torch.dtype) -> None:
-    copies = LeaderCopies(SIZES, dtype, "cpu")
+    copies = LeaderCopies(sized(SIZES, dtype), "cpu")
     for index, numel in SIZES.items():
         payload = copies.payload(index)
         assert (payload.shape, payload.dtype) == ((numel,), dtype)
@@ -46,7 +47,7 @@ def test_copies_lie_apart_in_one_buffer(dtype: torch.dtype) -> None:
 
 
 def test_a_message_carries_version_index_and_payload() -> None:
-    source, target = (LeaderCopies(SIZES, torch.float32, "cpu") for _ in range(2))
+    source, target = (LeaderCopies(sized(SIZES, torch.float32), "cpu") for _ in range(2))
     source.payload(9).copy_(torch.arange(1000.0))
     source.stamp(9, 2**40 + 3)
     target.message(9).copy_(source.message(9))
@@ -57,7 +58,7 @@ def test_a_message_carries_version_index_and_payload() -> None:
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_one_row_only_stamps_and_checks(ordered: bool) -> None:
-    copies = LeaderCopies(SIZES, torch.float32, "cpu")
+    copies = LeaderCopies(sized(SIZES, torch.float32), "cpu")
     one = publisher(copies, ordered=ordered)
     one.expect([9, 4], 1)
     one.publish(9)
@@ -73,7 +74,7 @@ def test_one_row_only_stamps_and_checks(ordered: bool) -> None:
 
 
 def test_a_version_ahead_is_as_wrong_as_one_behind() -> None:
-    copies = LeaderCopies(SIZES, torch.float32, "cpu")
+    copies = LeaderCopies(sized(SIZES, torch.float32), "cpu")
     one = publisher(copies)
     copies.stamp(4, 8)
     one.wait([4], {4: 8})
@@ -82,7 +83,7 @@ def test_a_version_ahead_is_as_wrong_as_one_behind() -> None:
 
 
 def test_a_message_in_the_wrong_place_is_stale_whatever_its_version() -> None:
-    copies = LeaderCopies(SIZES, torch.float32, "cpu")
+    copies = LeaderCopies(sized(SIZES, torch.float32), "cpu")
     one = publisher(copies)
     start = copies.message(4)[:HEADER_BYTES].view(torch.int64)
     start[1] = 9
@@ -91,7 +92,7 @@ def test_a_message_in_the_wrong_place_is_stale_whatever_its_version() -> None:
 
 
 def test_what_the_publisher_refuses() -> None:
-    one = publisher(LeaderCopies(SIZES, torch.float32, "cpu"))
+    one = publisher(LeaderCopies(sized(SIZES, torch.float32), "cpu"))
     with pytest.raises(ValueError, match="weight4: not expected at version 0"):
         one.publish(4)
     with pytest.raises(ValueError, match=r"parameters \[5\] are unknown or repeated"):
@@ -111,7 +112,7 @@ def test_what_the_publisher_refuses() -> None:
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
-    copies = LeaderCopies({0: 4}, torch.float32, "cpu")
+    copies = LeaderCopies(sized({0: 4}, torch.float32), "cpu")
     with pytest.raises(
         ValueError, match="parameter 0 has a leader copy but no name or owner replica"
     ):

@@ -17,6 +17,7 @@ from megamuon.collectives.base import CollectiveError
 from megamuon.collectives.leader_copies import HEADER_BYTES, LeaderCopies, StaleCopyError
 from megamuon.collectives.publish import Publisher
 from megamuon.collectives.traffic import Traffic
+from tests.support.copies import sized
 from tests.support.ranks import run_ranks, run_ranks_outcomes
 
 REPLICAS = 4
@@ -32,7 +33,7 @@ def contents(index: int, version: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def shard(rank: int, *, dtype: torch.dtype, ordered: bool) -> Publisher:
-    copies = LeaderCopies(SIZES, dtype, "cpu")
+    copies = LeaderCopies(sized(SIZES, dtype), "cpu")
     return Publisher(
         copies,
         names=NAMES,
@@ -169,7 +170,7 @@ def work(rank: int, world: int) -> list[str]:
     wrong_replica = (rank + 1) % world
     with pytest.raises(ValueError, match="build the group in order of replicas"):
         Publisher(
-            LeaderCopies({}, torch.float32, "cpu"),
+            LeaderCopies(sized({}, torch.float32), "cpu"),
             names={},
             owner_replicas={},
             group=dist.new_group(),

@@ -18,6 +18,7 @@ from megamuon.collectives.operator_settings import ReadySettings
 from megamuon.collectives.ready_publish import ReadyPublisher
 from megamuon.collectives.traffic import Traffic
 from megamuon.mesh import new_group
+from tests.support.copies import sized
 from tests.support.grids import mesh_of
 from tests.support.ranks import run_ranks
 
@@ -43,15 +44,15 @@ class Shard:
     ) -> None:
         self.mesh = mesh = mesh_of(rank, RANKS, replicas=replicas)
         data, self.group = new_group(mesh, "places"), new_group(mesh, "replicate")
-        nbytes = LeaderCopies.bytes_of(SIZES, dtype)
+        nbytes = LeaderCopies.bytes_of(sized(SIZES, dtype))
         tiles = sum(-(-size * dtype.itemsize // TILE) for size in SIZES.values())
         settings = ReadySettings(slots=2, chunk_bytes=1024, tile_bytes=TILE, deadline=60.0)
         self.fabric = HostFabric(mesh, data, settings, rails=(len(SIZES), tiles))
         self.held = {} if empty and mesh.shard == mesh.shards - 1 else SIZES
         self.dtype = dtype
         memory = self.fabric.open_copies(nbytes)
-        buffer = memory.tensor(0, LeaderCopies.bytes_of(self.held, dtype), torch.uint8)
-        self.copies = LeaderCopies(self.held, dtype, "cpu", buffer=buffer)
+        buffer = memory.tensor(0, LeaderCopies.bytes_of(sized(self.held, dtype)), torch.uint8)
+        self.copies = LeaderCopies(sized(self.held, dtype), "cpu", buffer=buffer)
         self.owners = {index: replica % replicas for index, replica in OWNERS.items()}
         self.publisher = self.make()
 

@@ -50,7 +50,7 @@ def groups(world: int) -> list[LayerGroup]:
                 device=torch.device("cpu"),
                 backend="gloo",
             ),
-            compute_dtype=torch.bfloat16,
+            dtypes=(torch.bfloat16, torch.bfloat16),
             master_dtype=torch.float32,
             device=torch.device("cpu"),
         )

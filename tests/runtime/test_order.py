@@ -2,7 +2,7 @@
 
 import pytest
 
-from megamuon.runtime.order import Cursor, follows, merged_order
+from megamuon.runtime.order import Cursor, follows, merged_order, turns_of
 
 
 def test_what_is_needed_is_issued_with_all_before_it() -> None:
@@ -49,3 +49,14 @@ def test_only_another_order_contradicts_the_frozen_one() -> None:
 def test_an_order_names_each_group_once() -> None:
     with pytest.raises(ValueError, match="twice"):
         Cursor((0, 1, 0))
+
+
+def test_neighbours_of_one_module_share_a_turn() -> None:
+    modules = ["root", "a", "a", "b", "c", "c"]
+    order = (5, 4, 3, 2, 1, 0)
+    assert turns_of(order, modules) == (0, 0, 1, 2, 2, 3)
+    assert turns_of((1, 3, 2), modules) == (0, 1, 2)  # apart, they are used apart
+    cursor = Cursor(order, turns_of(order, modules))
+    assert cursor.following(5, 1) == (4, 3)
+    assert cursor.following(3, 1) == (2, 1)
+    assert cursor.following(1, 2) == (0,)
