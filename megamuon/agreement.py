@@ -1,4 +1,4 @@
-"""What all ranks must agree on, and the proof that they do.
+"""Comparison of settings, plans and digests over all ranks before training, and later agreements.
 
 Owns the comparison of named values over the ranks of a group (``compare``): of flags, of the
 runtime's settings, of an operator's, of the pool's; the exchange of the plan's digest; and what an

@@ -1,4 +1,4 @@
-"""Printing that cannot end what prints.
+"""Printing that survives a closed pipe or a full disk.
 
 Owns what happens to text that a console does not take: characters outside its encoding are written
 as escapes; a console that is gone (a closed pipe, a closed descriptor, a full disk behind the log)

@@ -1,4 +1,4 @@
-"""Which matrices are there?  Logical parameters, declared by the modules that own them.
+"""Logical parameters: what the model's matrices are, declared by the modules that own them.
 
 Owns the vocabulary of the whole package: what kind a parameter is (a matrix, a vector, an
 embedding, an output head), which optimizer route it takes and which layer group it belongs to.

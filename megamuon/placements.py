@@ -1,4 +1,4 @@
-"""Where does a tensor lie on each axis of the mesh?  The vocabulary of placements.
+"""Placements: where a tensor lies on each axis of the mesh.
 
 Owns the names of the mesh's axes and what a parameter can be on one of them: ``Replicate``,
 ``Shard`` (cut along a dim, evenly or at given bounds) or ``Owned`` (whole, on one rank of the axis,

@@ -1,4 +1,4 @@
-"""Which parameters has a model that is planned for?  Presets, published tables, tables of users.
+"""The models that ``plan_owners.py`` plans: presets, published tables, tables of users.
 
 Owns the way from a name or a file to logical parameters as tensor-parallel ranks would hold them.
 Invariant: of a model that can be trained they are those of its modules, cut by the plan of a run;

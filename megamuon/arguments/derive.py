@@ -1,4 +1,4 @@
-"""Values that follow from other values.
+"""Defaults that follow from other flags: batch sizes, shard ranks, data splits.
 
 Owns the defaults that depend on other flags. Invariant: derivation never raises on bad input
 (checks come after, in ``validate``) and never changes a value that somebody gave. Formulas:

@@ -1,4 +1,4 @@
-"""From words on the command line to a resolved configuration.
+"""The argument parser: from words on the command line to a resolved configuration.
 
 Owns ``parse_config``. Invariants: all problems of a command line are found in one go and raised
 together; nothing that was given is dropped without a printed note; precedence is explicit flag,

@@ -1,4 +1,4 @@
-"""Which flags must be what they were when a run goes on from a checkpoint.
+"""Comparison of flags with those of the checkpoint that a run resumes from.
 
 Owns the list of flags that may change, each group with its reason; every other flag, a new one
 included, is compared.  Pure: a stored configuration and a present one in, differences out.  Tested

@@ -1,4 +1,4 @@
-"""What a check may know besides the configuration.
+"""What checks of flags know beside the configuration: world size, and which flags were given.
 
 Owns ``RunContext``. Invariant: plain values, so that checks stay pure functions. Tested by
 ``tests/arguments/test_validate.py``.

@@ -1,4 +1,4 @@
-"""What to say about a flag that nobody knows.
+"""Suggestions for unknown flags: the nearest known names.
 
 Owns the wording for unknown flags. Invariant: a Megatron flag outside the table is named as such;
 anything else gets the nearest known spelling, if one is near. Tested by

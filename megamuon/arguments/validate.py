@@ -1,4 +1,4 @@
-"""What makes a configuration wrong.
+"""Validation of a configuration: runs all checks and reports all bad flags at once.
 
 Owns the list of checks. Invariant: all of them always run, so the user sees every problem at once.
 Tested by ``tests/arguments/test_validate.py``.

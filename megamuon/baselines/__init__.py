@@ -1,4 +1,4 @@
-"""What the owner runtime is compared with: systems of other makers, trained by the same loop.
+"""Baselines that the owner runtime is compared with, trained by the same loop: FSDP2.
 
 Owns line A, torch's FSDP2 with AdamW. A room of its own above ``runtime``, which knows nothing of
 it: what both implement is ``runtime.trainable.TrainableRuntime``. It exports no names, so that

@@ -1,4 +1,4 @@
-"""A model under torch's own FSDP2 with AdamW, behind the interface of the owner runtime.
+"""Line A: a model under torch's FSDP2 with AdamW, behind the interface of the owner runtime.
 
 Owns ``fully_shard_model``, the second public way in (line A).
 Invariants: initial weights, updates, results and stored state are those of ``shard`` with AdamW

@@ -1,4 +1,4 @@
-"""How a model gets under FSDP2: the plan, the grid of torch, weights, one group after another.
+"""Construction of a model under FSDP2: mesh, initial weights, ``fully_shard`` per group.
 
 Owns the construction of ``FullyShardedRuntime``. Invariants: whole weights exist for one FSDP2
 group at a time; the initial weights are those of ``shard``, whatever the ranks; ranks that disagree

@@ -1,4 +1,4 @@
-"""``manifest.json``: the seal of a checkpoint.
+"""``manifest.json``: the list of a checkpoint's files with sizes and SHA-256 sums.
 
 Owns the list of a checkpoint's files with size and SHA-256.  It is written last, so a directory
 without it was never complete, and it carries a digest of itself, so a change of the manifest is

@@ -1,4 +1,4 @@
-"""Each collective call says which group it is for, so that a swap cannot pass quietly.
+"""An optional check that each collective call is for the same layer group on all ranks.
 
 Owns ``CallCheck``. Two ranks that call collectives of equal size in different orders exchange the
 wrong bytes, and no library notices. With this check every call is announced on its communicator by

@@ -1,4 +1,4 @@
-"""The ``ready`` transport as it is built: over the fabric that moves its bytes, or grouped calls.
+"""Construction of the ``ready`` transport over a fabric, or grouped calls where there is none.
 
 Owns the choice of a fabric and what is said about it. Invariants: all ranks choose alike, because a
 fabric is made by all of them together or by none; a fabric that was asked for by name is had or

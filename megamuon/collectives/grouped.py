@@ -1,4 +1,4 @@
-"""One call of the library per layer group.
+"""The ``grouped`` transport: one call of the collectives library per layer group.
 
 Owns the ``grouped`` transport. On Gloo a gather and a reduction are each one uneven
 ``all_to_all_single`` (Gloo has no uneven all-gather, and its own reductions change their order of

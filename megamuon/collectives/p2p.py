@@ -1,4 +1,4 @@
-"""Owner-segment sends and receives (MatrixFSDP, section 4.2).
+"""The ``p2p`` transport: sends and receives of owners' segments (MatrixFSDP, section 4.2).
 
 Owns the ``p2p`` transport and its schedules. A schedule is every transfer of a table in one
 deterministic order, built once per table: each owner sends each of its segments to each other

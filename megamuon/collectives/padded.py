@@ -1,4 +1,4 @@
-"""Equal shares: every owner's part is padded to the largest one.
+"""The ``padded`` transport: equal-size calls, every owner's part padded to the largest.
 
 Owns the ``padded`` transport, the full (padded) variant of MatrixFSDP's ablation: what owner
 layouts cost where a library offers only equal-size collectives. Padding travels and is counted. A

@@ -1,4 +1,4 @@
-"""One call of the library per owner of a layer group.
+"""The ``per_owner`` transport: one broadcast or reduce per owner of a layer group.
 
 Owns the ``per_owner`` transport: a broadcast per source rank and a reduce per destination rank, all
 asynchronous. It is what a straightforward implementation does, and the baseline that grouped calls

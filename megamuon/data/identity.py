@@ -1,4 +1,4 @@
-"""What a run's data is, told by its contents and not by its paths.
+"""Fingerprints of a run's data by content, so that a resume can compare them.
 
 Owns the identity that a checkpoint stores of each split (which sequences of which corpora, in which
 shares), and how a difference between two identities is put into words.  Invariants: a moved or

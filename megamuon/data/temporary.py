@@ -1,4 +1,4 @@
-"""Names of files that are still being written.
+"""Names of temporary files, which are renamed when they are complete.
 
 Owns one rule: a name is unique to the writer, whether that is another process, another machine on
 the same file system, or another thread of this process. Tested by

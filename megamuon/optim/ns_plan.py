@@ -1,4 +1,4 @@
-"""What a Newton–Schulz configuration comes to: form, dtype, restarts and kernel for one shape.
+"""The plan of a Newton–Schulz call for one shape: form, dtype, restarts and kernel.
 
 Owns ``NewtonSchulzConfig``, ``NewtonSchulzPlan`` and the ``Counter`` of what ran. Invariant: a plan
 depends only on the configuration, the shape, the kind of device and the input's dtype, so every

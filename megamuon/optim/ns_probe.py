@@ -1,4 +1,4 @@
-"""What this CPU multiplies fastest.
+"""A measurement at start: which dtype this CPU multiplies matrices in fastest.
 
 Owns ``bf16_gain``, a measurement of milliseconds: CPUs with AMX or AVX512-BF16 multiply BF16 some
 two to seven times as fast as FP32, all others emulate it, hundreds of times slower. Invariant: it

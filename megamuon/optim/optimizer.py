@@ -1,4 +1,4 @@
-"""What the runtime and an optimizer agree on.
+"""The interface of an optimizer: pieces, wholes, gradients and state.
 
 Owns ``Item`` (one parameter, or one piece of it, that this rank updates, with its reduced and
 clipped gradient) and two protocols: ``OwnerOptimizer`` for rules that work element by element, and

@@ -1,4 +1,4 @@
-"""What an optimizer is to everybody but itself.
+"""Recipes: what flags, planner, estimate and runtime know of an optimizer.
 
 Owns ``Recipe``: name, settings, flags, how it is built, what an update costs, how it is told.
 Invariant: flags, checks, runtime, planner, estimate, descriptions and checkpoints know an optimizer

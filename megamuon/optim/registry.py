@@ -1,4 +1,4 @@
-"""Which optimizers there are.
+"""The registry of optimizer recipes.
 
 Owns ``RECIPES``, the list of this package's recipes by name, and ``register``, which adds another:
 a script calls it before it parses its command line, and ``--optimizer`` knows the name. Invariant:

@@ -1,4 +1,4 @@
-"""Who owns which matrix?  Units, cost sources, the planner and the ownership plan.
+"""Ownership: units, cost sources, planner policies and the ownership plan.
 
 Owns the decision of where every parameter lives.  Invariant: everything here is pure and
 deterministic, so each rank computes the same plan from the same inputs; comparing digests across

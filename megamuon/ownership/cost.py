@@ -1,4 +1,4 @@
-"""How long does the update of a matrix take?  Cost sources for the planner.
+"""Cost sources of the planner: how long the update of a matrix takes.
 
 Owns the three sources of milliseconds per shape: a closed form with constants from a named file, a
 file of times, and measurement with a cache on disk.  A source is a function ``cost_of(rows, cols)

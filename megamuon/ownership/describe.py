@@ -1,4 +1,4 @@
-"""How is a plan told?  Tables for people, and the same figures for programs.
+"""An ownership plan in tables for people, and as JSON figures.
 
 Owns the wording of ``tools/plan_owners.py`` and the keys of its JSON: rails, fan-out per block,
 resource estimate, moves, sweep.  Invariant: it formats figures that ``report``, ``estimate`` and

@@ -1,4 +1,4 @@
-"""What does a plan cost each rank?  Owner fan-out per block, and bytes held and moved, per line.
+"""Closed forms of what a plan costs each rank: fan-out per block, bytes held, bytes moved.
 
 Owns the arithmetic of MatrixFSDP's gamma (section 4.2), and the one set of forms for the bytes of
 lines A, B, C, D and M on a grid of R replicas and K shards with T tensor-parallel

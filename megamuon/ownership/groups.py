@@ -1,4 +1,4 @@
-"""Which parameters are gathered and reduced together?  Layer groups, what FSDP2 calls a unit.
+"""The rule of layer groups, FSDP2's units: which parameters are gathered and reduced together.
 
 Owns ``group_of``, the one rule that runtime, estimates and closed forms share: a layer's parameters
 form one group, a token table or head that lies in slices outside every layer one of its own, and

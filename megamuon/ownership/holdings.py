@@ -1,4 +1,4 @@
-"""What does each rank hold, and what is it for?  The tables that follow from placements.
+"""Tables that follow from placements: segments, leaders, who counts, who writes a checkpoint.
 
 Owns every question about where a parameter lies that the rooms above ask: its segments (what
 gathers and reductions move), who leads in replicas that do not own it, whose copy counts in a norm,

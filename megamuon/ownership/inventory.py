@@ -1,4 +1,4 @@
-"""Which parameters has a published model?  Shape tables for planning without building the model.
+"""Shape tables of published models, for planning without building the model.
 
 Owns ``inventories.json`` (names, shapes and optimizer class of each parameter, per layer pattern)
 and the reading of a user's table of shapes.  Invariant: a table says the kind of everything that

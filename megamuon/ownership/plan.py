@@ -1,4 +1,4 @@
-"""Where does every parameter live?  The ownership plan, one frozen value for the whole run.
+"""The ownership plan: where every parameter lies, one frozen value for the whole run.
 
 Owns ``OwnershipPlan``: parameters with all owners chosen, units, costs and settings, and the
 segment table derived from them. Invariant: each owned parameter belongs to exactly one unit, all

@@ -1,4 +1,4 @@
-"""How is a plan stored?  Its JSON form, and the older one.
+"""The JSON form of an ownership plan, and the reading of older versions.
 
 Owns the text of a plan's parts, in version 2, and the reading of versions 1 and 2. Invariant: equal
 parts have equal texts, and a text reads back to the parts it was made of; a plan of version 1,

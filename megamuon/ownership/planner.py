@@ -1,4 +1,4 @@
-"""Who owns which unit?  The assignment policies.
+"""Planner policies: which data-parallel rank owns which unit.
 
 Owns the greedy rule of DMuon-2 (section 4.3 and appendix B) and its ablations, behind one
 signature ``policy(units, costs, topology, settings) -> owners``, and ``build_plan``; the policies

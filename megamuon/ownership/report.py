@@ -1,4 +1,4 @@
-"""Is a plan balanced?  Summary figures of an ownership plan.
+"""Summary figures of an ownership plan: is it balanced?
 
 Owns the arithmetic behind ``tools/plan_owners.py``: time, bytes and optimizer state per rank, per
 rail and for the busiest rank, with the definitions of DMuon-2's tables 3 and 7 and appendices B

@@ -1,4 +1,4 @@
-"""Who owns which role?  The assignment policies of MatrixFSDP.
+"""Planner policies of MatrixFSDP, which assign role by role.
 
 Owns ``role_greedy``, ``scope_greedy`` and ``cost_aware`` (MatrixFSDP, section 4.1, algorithm 1)
 over roles: one unit per 2-D matrix and one packed tail per block (``build_units(rule="roles")``).

@@ -1,4 +1,4 @@
-"""What does the planner plan for, and by which rules?  The rank grid and the planner's settings.
+"""The rank grid that the planner plans for, and the planner's settings.
 
 Owns ``Topology`` and ``PlannerSettings``: plain values that go into a plan, its JSON and its
 digest.  Invariant: both are checked when they are made, so nothing downstream meets an empty grid

@@ -1,4 +1,4 @@
-"""Which tensor-parallel rank works on the whole of a cut matrix?  The second owner.
+"""Owners on the tp axis: which tp rank works on the whole of a matrix that is cut.
 
 Owns the choice of tp owners: inside the bucket of one data-parallel owner, the longest matrix first
 onto the tp rank with the least Newton-Schulz time. Matrices without a

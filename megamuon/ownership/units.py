@@ -1,4 +1,4 @@
-"""What is assigned as one piece?  Assignment units.
+"""Assignment units: what the planner gives to one owner as one piece.
 
 Owns the rule that groups logical parameters into units: a parameter of at least ``threshold``
 elements is a unit of its own, all smaller ones of a layer group (biases and norm gains included)

@@ -1,4 +1,4 @@
-"""What travels so that a whole matrix is worked on, and what travels back?  Compiled moves.
+"""Compiled moves of the matrix update: what travels to put a matrix together, and back.
 
 Owns the way from two placements of a tensor (where it lies, where it is wanted) to a list of moves,
 one per axis on which they differ, and the pair of such lists that updates matrices: from where they

@@ -1,4 +1,4 @@
-"""When it all happens: layer groups, hooks, buffers and the step of the owner runtime.
+"""The owner runtime: layer groups, hooks, buffers and the optimizer step.
 
 Owns the public names of the room. It is the only room that knows the others. Tested by
 ``tests/runtime`` and ``tests/distributed``.

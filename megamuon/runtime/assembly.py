@@ -1,4 +1,4 @@
-"""The moving parts of a sharded model, put together for one grid of ranks.
+"""Construction of a runtime's parts: process groups, transport, engine, step.
 
 Owns the process groups of a runtime and the choice of what each part is made of: transport,
 reduction, publication, optimizers, engine and step. Invariant: all ranks make the same process

@@ -1,4 +1,4 @@
-"""Flat buffers whose storage lives for ever and whose memory does not.
+"""Flat buffers of layer groups: memory is freed and allocated again behind views that stay valid.
 
 Owns the placement of a group's parameters in one flat buffer and the buffer itself. Invariants: a
 fusion block starts on 256 bytes and its members follow one another without a gap, so the fused

@@ -1,4 +1,4 @@
-"""Settings of the owner runtime, in its own terms.
+"""``RuntimeConfig``: the settings of the owner runtime.
 
 Owns ``RuntimeConfig`` and ``OptimizerSettings``: plain values, no flags. Invariant: every rank
 builds an equal configuration; its text takes part in the exchange of the plan's digest. Tested by

@@ -1,4 +1,4 @@
-"""When bytes move: gathers, reductions and releases of the layer groups.
+"""The schedule of gathers, reductions and releases of layer groups in a training step.
 
 Owns the life of every group through a forward and a backward pass. Invariants: gathers and
 reductions each follow one frozen order on all ranks (see [Note: frozen order] in ``order.py``); no

@@ -1,4 +1,4 @@
-"""Compiled moves on this rank: tensors come together along an axis and come apart again.
+"""Execution of compiled moves: pieces of matrices come together along an axis, and go back.
 
 Owns the one executor of ``ownership/update_plan.py``, over one communicator per axis, and the sum
 of gradients over the tp ranks. Invariants: which calls a rank makes, and in which order, follows

@@ -1,4 +1,4 @@
-"""Where initial weights come from, and the proof that all ranks have the same.
+"""Initial weights, and the check that all ranks have the same.
 
 Owns the seeds of ``initial=`` and the comparison of what ranks start from. Invariant: ranks whose
 weights differ, or that take them from different places, stop with a message before the first step.

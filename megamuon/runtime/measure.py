@@ -1,4 +1,4 @@
-"""What an update of a matrix costs on this cluster's device.
+"""Measured costs of matrix updates on this cluster's device, for the planner.
 
 Owns the timing of one matrix shape, Newton-Schulz for optimizers that are made of it and whole
 updates of all others, and the median over ranks. Invariant: all ranks end with the

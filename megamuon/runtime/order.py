@@ -1,4 +1,4 @@
-"""One frozen order per communicator, and what it is frozen to.
+"""The frozen order of collectives on a communicator, and the cursor that follows it.
 
 Owns the cursor that turns "this group is needed now" into the list of groups to issue, and the
 rules by which an order is recorded and replaced. Invariant: whatever a rank uses or skips, the

@@ -1,4 +1,4 @@
-"""Who may share memory with whom: the record of a micro-batch and the plan of the symmetric pool.
+"""The plan of the symmetric pool: which buffers may share memory, from a recorded micro-batch.
 
 Owns leases, events, their recorder, and the plan that gives each lease its place; pure integers, no
 tensors and no ranks. Invariants: two leases that were ever live together in the recorded cycle

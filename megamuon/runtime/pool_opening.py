@@ -1,4 +1,4 @@
-"""The symmetric pool meets the layer groups: recording them, moving them in, and who is in it now.
+"""Recording of buffers for the symmetric pool, and moving layer groups into it.
 
 Owns ``PoolRecording`` (watches all buffers, and makes the plan that all ranks agree on),
 ``open_pool`` (moves buffers, parameters and gradients into the memory of the pool) and

@@ -1,4 +1,4 @@
-"""What becomes of a weight's Python face while its memory is not there.
+"""Guards of released weights: reading or writing one raises an error that says what to call.
 
 Owns ``Guard``, which opens and closes the parameters of one layer group, and the class that a
 closed parameter has. Invariants: outside of the modules that compute with it, a sharded parameter

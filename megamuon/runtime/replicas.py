@@ -1,4 +1,4 @@
-"""The proof that ranks start from equal values where they must.
+"""Digests of weights and buffers, compared over ranks that must start equal.
 
 Owns the digest of a tensor and its comparison over ranks. Invariant: ranks whose weights or buffers
 differ stop before the first step, all of them, with a message that names tensors and ranks; when

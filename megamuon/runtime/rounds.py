@@ -1,4 +1,4 @@
-"""The end of a forward pass at ZeRO-3, agreed inside a replica.
+"""The exchange at the end of a ZeRO-3 forward pass: layers that some rank uses again.
 
 Owns ``Rounds``, the exchange by which ranks that have finished their forward pass learn what others
 still need. Invariant: every rank of a replica makes the same number of exchanges in a pass, and

@@ -1,4 +1,4 @@
-"""A sharded model in training: step, state, memory.
+"""``Runtime``: a sharded model in training, with its step, state and memory.
 
 Owns the handle that a training loop holds. Invariant: reading or writing state goes through
 masters, never through the compute buffers, which may be released. Tested by

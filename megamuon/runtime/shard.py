@@ -1,4 +1,4 @@
-"""The public way in: shard a model over its owners.
+"""``shard``: builds a runtime over a model, the counterpart of ``fully_shard``.
 
 Owns ``shard`` and the construction of a ``Runtime``: parameters are collected, planned, placed in
 layer groups, filled and hooked. Invariant: everything that decides where a byte lives is derived

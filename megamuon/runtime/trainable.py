@@ -1,4 +1,4 @@
-"""What a training loop needs of a sharded model, whoever shards it.
+"""``TrainableRuntime``: the protocol that loop, checkpoints and tools use, whoever shards.
 
 Owns ``TrainableRuntime``. The loop, checkpoints, logging and tools hold a runtime by this protocol
 and ask for nothing else; ``Runtime`` (owners) and the baselines derive from it, so that one which

@@ -1,4 +1,4 @@
-"""Whole weights for the hands of a user: loaded, read, written, exchanged for an average.
+"""Access to whole weights from outside: loading, reading, writing, averages.
 
 Owns ``load_parameters``, ``gathered`` and ``swapped``, which both kinds of runtime offer as
 methods. Invariants: what they write goes into masters, and from there to whoever keeps a copy;

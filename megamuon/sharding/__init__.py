@@ -1,4 +1,4 @@
-"""Where do tensor-parallel pieces lie?  A declarative plan, executed on plain local tensors.
+"""Tensor parallelism as a declarative plan, executed on plain local tensors.
 
 Owns the public names of the room. Invariant: a plan is pure data, made from the whole model alone;
 applying it needs nothing but a tp rank and a process group, and leaves a module of plain local

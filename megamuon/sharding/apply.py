@@ -1,4 +1,4 @@
-"""Makes a model compute on one tp rank's pieces, from outside.
+"""Application of a sharding plan: a model keeps one tp rank's pieces, and boundaries are wrapped.
 
 Owns ``apply_sharding``: it replaces every cut parameter by this rank's piece and wraps the forward
 of every boundary module once. Invariants: nothing is planned at a call, the wrapped forwards only

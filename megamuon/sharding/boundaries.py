@@ -1,4 +1,4 @@
-"""The collectives that boundaries are compiled to: autograd functions on plain local tensors.
+"""Collectives at tensor-parallel boundaries: autograd functions on plain local tensors.
 
 Owns ``TpAxis`` and the transitions between the forms of an activation. Invariants: sums run over
 ranks 0, 1, ... in FP32 (or the tensor's own wider dtype) and are rounded once, on every rank from

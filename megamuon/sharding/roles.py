@@ -1,4 +1,4 @@
-"""What part does a parameter play?  A small rule set from qualified names to roles.
+"""Roles of parameters under tensor parallelism, from their qualified names.
 
 Owns ``Role``, ``RULES`` and ``classify``. Invariant: a rule looks at whole segments of a module
 path from its end (``q_proj`` never matches ``seq_proj``), the first rule that matches decides, and

@@ -1,4 +1,4 @@
-"""One declarative plan per model: a placement per parameter, a contract per module boundary.
+"""The sharding plan: a placement per parameter, a contract per module boundary.
 
 Owns ``ShardingPlan`` and ``plan_sharding``. Invariants: planning is pure (shapes and names in, a
 frozen value out; no process group, no rank), every parameter of the model has exactly one entry per

@@ -1,4 +1,4 @@
-"""One template per kind of boundary: how its parameters are cut, and what crosses its edge.
+"""Templates of boundaries: how their parameters are cut, and what crosses their edge.
 
 Owns ``BoundaryType``, ``Flow``, ``Contract`` and the rules of cutting. Invariant: a template speaks
 of whole sizes only, so a plan is the same on every rank and for a model on the meta device; cuts

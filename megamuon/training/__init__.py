@@ -1,4 +1,4 @@
-"""The training floor: the loop and everything that a run does around it.
+"""The training loop and what a run does around it.
 
 Owns ``pretrain`` and what entry scripts need to write their providers.  Invariant: it stands on
 top of all other rooms, and none of them imports it.  Tested by ``tests/training`` and

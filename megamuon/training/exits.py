@@ -1,4 +1,4 @@
-"""When a run ends: signals, duration and interval.
+"""Planned ends of a run: signals, duration and interval.
 
 Owns the signal handler, when ranks ask each other about it, and the order of reasons at a step
 boundary (Megatron-LM's): signal, duration, interval. Invariants: ranks decide from the same reduced

@@ -1,4 +1,4 @@
-"""How a run fails: one line that says what, where and what to do.
+"""Failures of a run: one line that says what, where and what to do; exit codes.
 
 Owns the classes of errors that need no traceback, the phase that a rank is in, and the last words
 of a rank whose peers are gone.  Invariants: every failure ends with a non-zero exit code on every

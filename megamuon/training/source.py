@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, and whether it fits what the run was asked to do.
+"""The checkpoint that a run starts from, and the check that it fits the flags.
 
 Owns the choice (``--load``, ``--pretrained-checkpoint``) and the comparison of everything that
 shapes the model, its training or the order of its data.  Invariants: a resume goes on with what the

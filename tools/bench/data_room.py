@@ -1,4 +1,4 @@
-"""How fast are the datasets beside plain NumPy and C++ that do what Megatron-LM does?
+"""Speed of the datasets beside plain NumPy and C++ that do what Megatron-LM does.
 
 Owns the comparison: blend indices, the build of sample indices, the load of cached ones, and
 items. The references are written out here and in ``data_reference.cpp``: one loop per draw and per

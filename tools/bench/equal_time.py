@@ -1,4 +1,4 @@
-"""Muon against AdamW at equal time: which one has the lower validation loss?
+"""Muon against AdamW at equal time, by validation loss.
 
 Both train the same decoders (``tiny`` and ``nano``) on the same ranks and line, from the same
 weights on the main job's corpus, under the same batch, clipping, decay and shape of schedule. Time

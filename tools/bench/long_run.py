@@ -1,4 +1,4 @@
-"""Do two lines still agree after hundreds of steps?  DMuon-2's long-horizon comparison (7.5).
+"""Two lines compared over hundreds of steps: DMuon-2's long-horizon comparison (7.5).
 
 Owns the long run: lines train one after the other on the same ranks, from the same weights on the
 main job's corpus, and the first line once more from a second seed. FP32 arithmetic, gathers and

@@ -1,4 +1,4 @@
-"""How long does planning take?  70,000 units on 4,096 ranks.
+"""The planner's time for 70,000 units on 4,096 ranks.
 
 Owns the benchmark of the planner alone: building units, costs, owners and the checked plan from a
 synthetic mixture of experts.  Invariant: no device, no other rank and no file takes part, so the

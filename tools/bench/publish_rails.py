@@ -1,4 +1,4 @@
-"""Which parameters lie on one rail?  The loads of DMuon-2's Table 7, and what it measured on them.
+"""Loads of single rails: those of DMuon-2's Table 7, and what it measured on them.
 
 Owns the reading of ``publish_rails.json``: units of each model that add up to the published count
 and bytes, layers spread evenly, and the published times.  Invariant: names and sizes come from the
