@@ -17,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megamuon.placements import Axis
+from megamuon.rendezvous import fresh_store
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -354,22 +356,29 @@ def initialise(
             f"{' and '.join(missing)} not set: "
             f"start {mesh.world_size} ranks with torchrun, or give a rendezvous URL"
         )
+    where: dict[str, Any] = {"init_method": init_method or "env://"}
     try:
+        if init_method is None and launcher_keeps_store():
+            where = {"store": _launchers_store(mesh, timeout)}
         dist.init_process_group(
-            mesh.backend,
-            init_method=init_method or "env://",
-            rank=mesh.rank,
-            world_size=mesh.world_size,
-            timeout=timeout,
+            mesh.backend, rank=mesh.rank, world_size=mesh.world_size, timeout=timeout, **where
         )
     except (dist.DistNetworkError, RuntimeError) as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
             raise
-        where = init_method or f"MASTER_PORT={os.environ['MASTER_PORT']}"
+        place = init_method or f"MASTER_PORT={os.environ['MASTER_PORT']}"
         raise MeshError(
-            f"{where}: another program listens on this port of rank 0's machine; choose a free one "
+            f"{place}: another program listens on this port of rank 0's machine; choose a free one "
             "(MASTER_PORT=, or torchrun's --master-port; on one machine --standalone finds one)"
         ) from error
+
+
+def _launchers_store(mesh: Mesh, timeout: timedelta) -> dist.Store:
+    """The launcher's store under a prefix of this start of the ranks: see ``rendezvous.py``."""
+    host, port = os.environ["MASTER_ADDR"], _integer(os.environ, "MASTER_PORT")
+    store = dist.TCPStore(host, port, mesh.world_size, is_master=False, timeout=timeout)
+    seconds = timeout.total_seconds()
+    return fresh_store(store, mesh.rank, mesh.world_size, timeout_seconds=seconds)
 
 
 def backend_reason(error: BaseException) -> str:

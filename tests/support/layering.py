@@ -14,7 +14,17 @@ PACKAGE = "megamuon"
 
 # Floors, from the bottom. A module may import its own floor and those below, never one above.
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("kernels", "data", "flags", "mesh", "matrices", "placements", "sizes", "console"),
+    (
+        "kernels",
+        "data",
+        "flags",
+        "mesh",
+        "matrices",
+        "placements",
+        "rendezvous",
+        "sizes",
+        "console",
+    ),
     ("optim", "ownership", "agreement", "sharding", "models"),
     ("collectives", "checkpoint"),
     ("runtime", "conversion"),
@@ -35,7 +45,8 @@ def _up_to(*rooms: str) -> frozenset[str]:
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "data": frozenset(),
-    "mesh": frozenset({"placements"}),
+    "mesh": frozenset({"placements", "rendezvous"}),
+    "rendezvous": frozenset(),
     "matrices": frozenset({"placements"}),
     "placements": frozenset(),
     "console": frozenset(),
