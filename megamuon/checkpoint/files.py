@@ -69,6 +69,7 @@ class _Hasher:
                 self._digest.update(part)
             except BaseException as error:  # kept: who hands over must not wait for a dead thread
                 self._problem = error
+            del part  # else its whole tensor stays in memory until the next part comes
 
 
 def _write_block(file: FileIO, view: memoryview, hasher: _Hasher) -> int:

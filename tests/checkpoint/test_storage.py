@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from megamuon.checkpoint.dcp_planner import PieceSavePlanner
-from megamuon.checkpoint.storage import PieceWriter
+from megamuon.checkpoint.files import write_durably
+from megamuon.checkpoint.storage import PieceWriter, file_blocks
 from megamuon.checkpoint.tensors import INDEX
 from tests.support.pieces import stored, wholes
 
@@ -52,3 +57,26 @@ def test_a_rank_with_much_data_writes_several_files(tmp_path: Path) -> None:
 def test_a_rank_with_nothing_writes_no_data_file(tmp_path: Path) -> None:
     _write(tmp_path, [stored("empty", torch.zeros(0, 4))])
     assert [path.name for path in tmp_path.iterdir()] == [INDEX]
+
+
+def test_a_tensor_is_let_go_before_the_next_is_made(tmp_path: Path) -> None:
+    """What bounds the memory of a conversion, through both the stream and the writer."""
+    living: list[weakref.ref[np.ndarray]] = []
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            until = (
+                time.monotonic() + 5
+            )  # the thread that hashes has the last bytes a little longer
+            while any(ref() is not None for ref in living) and time.monotonic() < until:
+                time.sleep(0.001)
+            assert not any(ref() is not None for ref in living)
+            array = np.zeros((300, 1000), dtype=np.float32)
+            living[:] = [weakref.ref(array)]
+            yield torch.from_numpy(array)
+            del array
+
+    entries = [(f"t{number}", torch.float32, (300, 1000)) for number in range(4)]
+    write_durably(tmp_path / "a.safetensors", file_blocks(entries, tensors()))
+    with safe_open(tmp_path / "a.safetensors", framework="pt") as file:
+        assert file.get_tensor("t3").shape == (300, 1000)
