@@ -77,6 +77,7 @@ def test_readme_starts_with_what_a_bare_debian_needs() -> None:
 # Flags of torchrun and pip that the README shows.
 OTHERS = {"--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--master-addr"}
 OTHERS |= {"--master-port", "--shm-size", "--no-build-isolation", "--system-site-packages"}
+OTHERS |= {"--max-restarts"}
 MEGATRONS = {"--muon-no-split-qkv"}  # in the column of its recipe
 
 
