@@ -103,6 +103,8 @@ class Block(nn.Module):
             self.gain = nn.Parameter(torch.ones(WIDTH))
         elif kind == "idle":
             self.idle = nn.Parameter(torch.ones(WIDTH))  # in no computation
+        elif kind == "island":
+            self.down.logical_dtype = torch.float32  # a group apart, in the layer's turn
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         h = x
@@ -118,7 +120,7 @@ class Block(nn.Module):
         return (out, x) if self.kind == "pair" else out  # a pair passes its input through
 
 
-KINDS = ("plain", "plain", "biased", "gains", "functional", "idle", "pair")
+KINDS = ("plain", "plain", "biased", "gains", "functional", "idle", "pair", "island")
 
 
 class Model(nn.Module):

@@ -73,7 +73,7 @@ def test_a_reducer_checks_its_place_its_window_and_its_replicas() -> None:
     with pytest.raises(ValueError, match="rank 0 of 1, not replica 0 of 2"):
         reducer(replicas=2)
     table = TwoStageTable(shards(3), ((ReplicaSegment(0, 3, 0),),))
-    with pytest.raises(ValueError, match="a window of 2 elements for pieces of 3"):
+    with pytest.raises(ValueError, match="an output of 2 elements for pieces of 3"):
         reducer().reduce(torch.zeros(3), table, torch.zeros(2), first=True, divisor=1)
     outside = TwoStageTable(shards(3), ((ReplicaSegment(0, 3, 1),),))
     with pytest.raises(ValueError, match="a replica outside 1"):
