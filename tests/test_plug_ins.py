@@ -1,7 +1,7 @@
 """An optimizer, a transport, a planner policy and a preset, each added from here alone.
 
 They are registered before the command line is parsed, train on two ranks, are saved, resumed bit
-for bit, and planned for by ``tools/plan_owners.py``.
+for bit, by other lines too, and planned for by ``tools/plan_owners.py``.
 """
 
 from __future__ import annotations
@@ -145,6 +145,13 @@ RUN = {
     "train_iters": 4,
     "save_interval": 2,
 }
+# Which the second half of a run of line D at ZeRO-3 goes on with: pieces of matrices come together.
+ELSEWHERE = {
+    "slices": {"line": "B"},
+    "stage 2": {"line": "C", "zero_stage": 2},
+    "pairs": {"tensor_model_parallel_size": 2, "global_batch_size": 4},
+    "slices of pairs": {"line": "B", "tensor_model_parallel_size": 2, "global_batch_size": 4},
+}
 
 
 def captured(words: list[str]) -> tuple[int, str, list[float]]:
@@ -165,6 +172,12 @@ def trained(rank: int, world: int, folder: Path) -> dict[str, Any]:
         "other": captured(
             flags(**{**RUN, "rows_momentum": 0.7, "save_interval": None}, load=folder / "cut")
         ),
+    }
+    runs |= {
+        name: captured(
+            flags(**RUN, **changes, load=folder / "cut", ckpt_step=2, save=folder / name)
+        )
+        for name, changes in ELSEWHERE.items()
     }
     return {"runs": runs, "built": len(built)}
 
@@ -190,6 +203,18 @@ def test_they_train_and_resume_bit_for_bit(results: list[dict[str, Any]], folder
     assert any(".average." in name for name in whole)
     assert whole.keys() == cut.keys()
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_another_line_goes_on_with_them(
+    name: str, results: list[dict[str, Any]], folder: Path
+) -> None:
+    assert [result["runs"][name][0] for result in results] == [0, 0], results[0]["runs"][name][1]
+    assert "collectives noted" in results[0]["runs"][name][1]
+    wanted, found = (stored_tensors(folder / run, 4) for run in ("whole", name))
+    assert wanted.keys() == found.keys()
+    for key in wanted:
+        torch.testing.assert_close(found[key], wanted[key], rtol=0, atol=1e-5, msg=key)
 
 
 def test_they_are_told_and_compared(results: list[dict[str, Any]]) -> None:

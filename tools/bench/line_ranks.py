@@ -29,6 +29,7 @@ from megamuon.ownership.estimate import (
     traffic_formula,
 )
 from megamuon.ownership.estimate import resident as resident_of_plan
+from megamuon.ownership.report import summarize
 from megamuon.runtime import Runtime
 from tools.bench.blocked import Blocked
 from tools.bench.footprint import Shared, peak_growth, shared_of, storage_bytes
@@ -198,6 +199,7 @@ def sent(line: Line, shape: LineShape) -> dict[str, Any]:
         "elements": sum(p.numel for p in plan.parameters),
         "collectives": counter.by_operation(),
         "newton_schulz_share": newton_schulz_share(line.case, plan),
+        "busiest_owner_over_mean": summarize(plan).busiest_over_mean_ns,
     }
 
 

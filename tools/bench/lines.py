@@ -146,10 +146,22 @@ def _against(options: argparse.Namespace, cases: Sequence[Case]) -> list[Case]:
 
 def _against_figures(measured: Mapping[str, Ranks], lines: dict[str, Any]) -> dict[str, Any]:
     """Muon's whole step over AdamW's on line C, both over FSDP2's; the ratios of resident bytes
-    that are farthest from 1, over all lines.
+    that are farthest from 1, over all lines; how far losses are apart that should be equal.
     """
     over_adamw, over_fsdp2 = (over_line(measured, base, "step") for base in (ADAMW, "A"))
+    line_d = {}
+    if "D" in lines:
+        line_d = {
+            "d_over_c": over_line(measured, "C", "step")["D"],
+            "d_over_a": over_fsdp2["D"],
+            "line_d_resident_bytes_over_plan": lines["D"]["resident_bytes_over_plan"],
+            "largest_loss_difference_d_and_c": _apart(lines["D"], lines["C"]),
+        }
     return {
+        **line_d,
+        "c_over_a": over_fsdp2["C"],
+        "largest_loss_difference_adamw": _apart(lines[ADAMW], lines["A"]),
+        "busiest_owner_over_mean": measured["C"][0]["busiest_owner_over_mean"],
         "step_ratio_muon_vs_adamw": over_adamw["C"],
         "step_ratio_vs_fsdp2_adamw": over_fsdp2["C"],
         "step_ratio_adamw_vs_fsdp2_adamw": over_fsdp2[ADAMW],
@@ -158,6 +170,10 @@ def _against_figures(measured: Mapping[str, Ranks], lines: dict[str, Any]) -> di
             for key in ("resident_bytes_over_formula", "resident_bytes_over_plan")
         },
     }
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(abs(a - b) for a, b in zip(one["losses"], other["losses"], strict=True))
 
 
 def _replicas(options: argparse.Namespace, places: int) -> int:
