@@ -195,14 +195,16 @@ class Pair:
             self._same(whole, plain[name].detach(), f"weight {name} at the end")
 
     def watch(self) -> list[int]:
-        """Count layer groups that are alive; the list's first entry is the most at a time."""
+        """Count layers whose groups are alive; the list's first entry is the most at a time."""
         most, alive = [0], set()
+        groups = self.runtime.groups if self.trial.line != "A" else ()
+        layers = {group.index: group.key.module for group in groups}
 
         def seen(index: int, lives: bool) -> None:
             (alive.add if lives else alive.discard)(index)
-            most[0] = max(most[0], len(alive))
+            most[0] = max(most[0], len({layers[other] for other in alive}))
 
-        for group in self.runtime.groups if self.trial.line != "A" else ():
+        for group in groups:
             # A pooled buffer tells the pool.
             if group.weights.watch is None and group.name.startswith("blocks."):
                 group.weights.watch = lambda lives, index=group.index: seen(index, lives)

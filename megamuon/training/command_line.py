@@ -43,7 +43,7 @@ SHOWN = 5  # differences that the message lists
 EXIT_USAGE = 2
 # A launcher ends the other ranks when the first one fails: let local rank 0 speak before that.  A
 # rank that still lives afterwards was started by hand, and its line may be the only one.
-SILENT_SECONDS = 3.0
+SILENT_SECONDS = 8.0  # a busy node's launcher takes seconds to notice
 
 
 def data_problems(config: Config) -> list[str]:
